@@ -1,0 +1,149 @@
+"""What the core asks of its host, as small protocols. ``fakes.py`` ships a stand-in for each."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .data.encodings import Encoding
+
+
+class LatentCodec(Protocol):
+    """Pixels to latents: the host's VAE."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest that changes when the weights do."""
+        ...
+
+    def encode(self, pixels_HWC: Tensor) -> Tensor:
+        """Return the unscaled latents ``[C, h, w]`` (or ``[C, 1, h, w]``), float32 on the CPU.
+
+        Args:
+            pixels_HWC: RGB in 0..1, float32.
+        """
+        ...
+
+
+class TextEncoder(Protocol):
+    """Captions to conditioning: the host's CLIP."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest that changes when the weights, patches or the chosen layer do."""
+        ...
+
+    def encode(self, caption: str) -> Encoding:
+        """Return the conditioning of ``caption``, tensors on the CPU."""
+        ...
+
+
+class Weights(NamedTuple):
+    """One layer's weight and bias on the compute device, in the compute dtype, for one use.
+
+    ``stable`` is True when the tensors may be kept past that use: nobody will write over them.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    stable: bool
+
+
+class WeightSource(Protocol):
+    """Where a frozen layer's weight comes from: the only way the core reads one."""
+
+    def fetch(self, module: nn.Module, like: Tensor) -> AbstractContextManager[Weights]:
+        """Yield the weights of ``module`` on ``like.device`` in ``like.dtype``, valid inside the context."""
+        ...
+
+
+class Denoiser(Protocol):
+    """A loaded model, ready to be trained on."""
+
+    @property
+    def network(self) -> nn.Module:
+        """The module tree that is trained on; never changed."""
+        ...
+
+    @property
+    def weights(self) -> WeightSource: ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network computes."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of the base: weights, the patches already on them, the noise schedule."""
+        ...
+
+    @property
+    def base_name(self) -> str:
+        """The base in the words of file metadata, e.g. ``sd_1.5``."""
+        ...
+
+    @property
+    def sigmas(self) -> Tensor:
+        """The model's own noise levels, ascending, float32 ``[T]``."""
+        ...
+
+    def file_name(self, path: str) -> str:
+        """Return the flattened kohya name (``lora_unet_...``) of the layer at ``path`` of the network."""
+        ...
+
+    def problems(self, latent_shapes: Sequence[tuple[int, ...]]) -> list[str]:
+        """Return what in the model, or between it and these latents, makes training impossible."""
+        ...
+
+    def notes(self) -> list[str]:
+        """Return what on the MODEL only affects sampling and is left out of training."""
+        ...
+
+    def scale_latents(self, latents: Tensor) -> Tensor:
+        """Return VAE latents at the model's scale."""
+        ...
+
+    def add_noise(self, latents: Tensor, noise: Tensor, sigma_B: Tensor) -> Tensor: ...
+
+    def loss_weight(self, sigma_B: Tensor) -> Tensor:
+        """Return the weight ``[B]`` that turns the squared x0 error into the model's usual loss."""
+        ...
+
+    def condition(self, encodings: Sequence[Encoding], noise: Tensor) -> list[tuple[list[int], dict[str, Any]]]:
+        """Return the network's keyword arguments for these captions, one each, in the fewest groups.
+
+        Args:
+            encodings: one per sample.
+            noise: ``[B, C, h, w]``, for its shape and device.
+
+        Returns:
+            ``(indices, kwargs)`` pairs; samples whose conditioning can't be stacked land in different groups.
+        """
+        ...
+
+    def predict_x0(self, noised: Tensor, sigma_B: Tensor, conditioning: dict[str, Any]) -> Tensor:
+        """Return the network's estimate of the clean latents, float32, with gradients when enabled."""
+        ...
+
+    def training(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Hold the host in a state fit for training with ``dtype`` arithmetic; undo it on every way out."""
+        ...
+
+
+class Hardware(Protocol):
+    """What the process and its device use now."""
+
+    def sample(self) -> dict[str, int]:
+        """Return byte counts: ``ram``, ``device_allocated``, ``device_reserved``, ``device_total`` ..."""
+        ...
+
+
+class Cancel(Protocol):
+    """The user's stop button."""
+
+    def check(self) -> None:
+        """Raise the host's interrupt if the user has asked to stop."""
+        ...
