@@ -1,0 +1,92 @@
+"""Services of the host: folders, progress, interrupt, memory. With ``_models.py`` the only host imports."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+import comfy.utils
+import folder_paths
+import torch
+from comfy_api.latest import io
+
+LOG = logging.getLogger(__name__)
+
+DATASETS_KEY = "datasets"
+
+
+def schema(**fields: Any) -> io.Schema:
+    """Build a node schema, leaving out fields that this host's version does not know."""
+    known = {f.name for f in dataclasses.fields(io.Schema)}
+    return io.Schema(**{name: value for name, value in fields.items() if name in known})
+
+
+def dataset_roots() -> tuple[Path, ...]:
+    """Return the folders datasets may be read from: the input folder, then every ``datasets`` path.
+
+    Users list more under ``datasets:`` in the host's ``extra_model_paths.yaml``.
+    """
+    listed = folder_paths.folder_names_and_paths.get(DATASETS_KEY, ([], set()))[0]
+    return tuple(Path(root) for root in (folder_paths.get_input_directory(), *listed))
+
+
+def cache_root() -> Path:
+    """Return the folder that holds cached latents and conditioning."""
+    return Path(folder_paths.get_user_directory()) / "lowvram_lora" / "cache"
+
+
+def runs_root() -> Path:
+    """Return the folder that holds the records of finished runs."""
+    return Path(folder_paths.get_user_directory()) / "lowvram_lora" / "runs"
+
+
+def loras_root() -> Path:
+    """Return the first registered LoRA folder."""
+    return Path(folder_paths.get_folder_paths("loras")[0])
+
+
+def check_interrupt() -> None:
+    """Raise the host's interrupt if the user pressed Cancel."""
+    comfy.model_management.throw_exception_if_processing_interrupted()
+
+
+class InterruptButton:
+    """The host's Cancel as the core's ``Cancel`` port."""
+
+    def check(self) -> None:
+        """Raise the host's interrupt if the user pressed Cancel."""
+        check_interrupt()
+
+
+class Progress:
+    """A node's progress bar and the line of text under it."""
+
+    def __init__(self, total: int, node_id: str | None) -> None:
+        self._bar = comfy.utils.ProgressBar(total, node_id=node_id)
+        self._node_id = node_id
+
+    def update(self, value: int, text: str = "") -> None:
+        """Move the bar to ``value`` and show ``text`` on the node. Raises the interrupt on Cancel."""
+        self._bar.update_absolute(value)
+        if text and self._node_id is not None:
+            _send_text(text, self._node_id)
+
+
+def _send_text(text: str, node_id: str) -> None:
+    import server
+
+    instance = getattr(server.PromptServer, "instance", None)
+    if instance is not None:
+        instance.send_progress_text(text, node_id)
+
+
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Leave the inference mode that the host runs every prompt in, and stop recording gradients."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
