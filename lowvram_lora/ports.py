@@ -94,6 +94,19 @@ class Denoiser(Protocol):
         """Return the flattened kohya name (``lora_unet_...``) of the layer at ``path`` of the network."""
         ...
 
+    @property
+    def prediction(self) -> str:
+        """What the network predicts, in the words of file metadata: ``epsilon``, ``v`` or ``flow``."""
+        ...
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        """Return whether the device can compute in ``dtype`` at all."""
+        ...
+
+    def prefers(self, dtype: torch.dtype) -> bool:
+        """Return whether the host would compute in ``dtype`` by itself."""
+        ...
+
     def problems(self, latent_shapes: Sequence[tuple[int, ...]]) -> list[str]:
         """Return what in the model, or between it and these latents, makes training impossible."""
         ...

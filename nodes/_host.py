@@ -15,6 +15,8 @@ import folder_paths
 import torch
 from comfy_api.latest import io
 
+from ..lowvram_lora.training.record import RunStore
+
 LOG = logging.getLogger(__name__)
 
 DATASETS_KEY = "datasets"
@@ -90,3 +92,63 @@ def outside_inference_mode() -> Iterator[None]:
     """Leave the inference mode that the host runs every prompt in, and stop recording gradients."""
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def run_store() -> RunStore:
+    """Return the store of finished runs."""
+    return RunStore(runs_root())
+
+
+class ProcessHardware:
+    """The core's ``Hardware``: RAM of the process, torch's counters, NVML where there is an NVIDIA card."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def sample(self) -> dict[str, int]:
+        """Return byte counts by name; device counts only where there is a device with memory of its own."""
+        return {**_process_memory(), **_torch_memory(self._device), **_nvml_memory(self._device)}
+
+
+def _process_memory() -> dict[str, int]:
+    import psutil
+
+    process = psutil.Process()
+    info = process.memory_info()
+    return {"ram": info.rss, "ram_total": psutil.virtual_memory().total}
+
+
+def _torch_memory(device: torch.device) -> dict[str, int]:
+    backend = getattr(torch, device.type, None)
+    if not hasattr(backend, "memory_allocated"):
+        return {}
+    # The peaks since the last sample, so that what a step needs for a moment is seen; counters then start again.
+    counts = {
+        "device_allocated": backend.max_memory_allocated(device),
+        "device_reserved": backend.max_memory_reserved(device),
+        "device_total": comfy.model_management.get_total_memory(device),
+    }
+    backend.reset_peak_memory_stats(device)
+    return counts
+
+
+def _nvml_memory(device: torch.device) -> dict[str, int]:
+    if device.type != "cuda" or torch.version.cuda is None:
+        return {}
+    try:
+        import pynvml
+    except ImportError:
+        return {}
+    try:
+        pynvml.nvmlInit()
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        info = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    except (pynvml.NVMLError, AttributeError):
+        return {}
+    return {"card_used": info.used, "card_total": info.total}
+
+
+def compute_device() -> torch.device:
+    """Return the device the host computes on."""
+    return comfy.model_management.get_torch_device()

@@ -1,0 +1,56 @@
+"""File names: what may be written where, and the keys inside."""
+
+import re
+from pathlib import Path
+
+from ..errors import PathError
+
+_RESERVED = re.compile(r"^(con|prn|aux|nul|com\d|lpt\d)(\..*)?$", re.IGNORECASE)
+_FORBIDDEN = re.compile(r'[<>:"|?*\x00-\x1f]')
+_REMEDY = "Give output_name a plain name such as my_lora, or subfolder/my_lora."
+
+
+def output_path(root: Path, name: str) -> Path:
+    """Return where the LoRA called ``name`` goes inside ``root``; nothing is created.
+
+    Raises:
+        PathError: the name is empty, leaves the folder, or is one that Windows can't hold.
+    """
+    cleaned = name.strip().replace("\\", "/").removesuffix(".safetensors")
+    reason = _why_not(cleaned)
+    if reason:
+        raise PathError(name, f"output_name {reason}. {_REMEDY}")
+    # Not with_suffix: a name like v1.5 holds a dot of its own.
+    path = root / f"{cleaned}.safetensors"
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise PathError(name, f"output_name leads outside {root}. {_REMEDY}")
+    return path
+
+
+def _why_not(cleaned: str) -> str | None:
+    if not cleaned:
+        return "is empty"
+    if cleaned.startswith("/"):
+        return "is an absolute path; LoRAs are written inside ComfyUI's LoRA folder only"
+    for part in cleaned.split("/"):
+        if part in ("", ".", ".."):
+            return f"holds '{part}' as a folder, which could lead outside the LoRA folder"
+        if _FORBIDDEN.search(part):
+            return f"holds a character that not every system allows in file names: {part!r}"
+        if _RESERVED.match(part) or part[-1] in " .":
+            return f"holds the part '{part}', which Windows can't use as a name"
+    return None
+
+
+def free_path(path: Path) -> Path:
+    """Return ``path``, or the first of ``name_2``, ``name_3``, ... that does not exist."""
+    candidate, number = path, 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.stem}_{number}{path.suffix}")
+    return candidate
+
+
+def partial_path(path: Path, steps: int) -> Path:
+    """Return the free name for what ``steps`` steps of an unfinished run left."""
+    return free_path(path.with_name(f"{path.stem}_partial_step{steps:05d}{path.suffix}"))

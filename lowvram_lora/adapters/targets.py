@@ -1,0 +1,57 @@
+"""Which layers a preset adapts, judged by their place in the network."""
+
+import re
+
+from torch import nn
+
+from ..config import Targets
+from ..errors import NothingToTrainError
+from ..memory.frozen import is_conv, is_linear, matrices, why_not
+
+_ATTENTION = re.compile(r"(^|\.)\w*att(n|ention)\w*\.|(^|\.)single_blocks\.\d+\.linear[12]$")
+_FEED_FORWARD = re.compile(r"(^|\.)(ff\w*|\w*mlp\w*|feed_forward)\.")
+# Timestep and text embedders hold small MLPs that belong to no transformer block.
+_EMBEDDER = re.compile(r"(^|\.)\w*embed\w*\.")
+
+
+def select(network: nn.Module, targets: Targets) -> dict[str, nn.Module]:
+    """Return the layers that ``targets`` adapts, by path.
+
+    Raises:
+        NothingToTrainError: the preset matches no layer.
+    """
+    layers = dict(matrices(network))
+    chosen = {path: module for path, module in layers.items() if _matches(path, module, targets)}
+    if not chosen:
+        raise NothingToTrainError(targets, len(layers))
+    return chosen
+
+
+def _matches(path: str, module: nn.Module, targets: Targets) -> bool:
+    if targets == "all linear + conv":
+        return is_linear(module) or _is_adaptable_conv(module)
+    if not is_linear(module):
+        return False
+    if targets == "all linear":
+        return True
+    if _EMBEDDER.search(path):
+        return False
+    in_attention = _ATTENTION.search(path) is not None
+    return in_attention or (targets != "attention" and _FEED_FORWARD.search(path) is not None)
+
+
+def _is_adaptable_conv(module: nn.Module) -> bool:
+    """PEFT's convolution adapter knows no groups, dilation or transposition."""
+    if not is_conv(module) or why_not(module) or module.transposed:
+        return False
+    return module.groups == 1 and all(step == 1 for step in module.dilation)  # type: ignore[union-attr]
+
+
+def rank_limit(module: nn.Module) -> int:
+    """Return the largest rank that a delta of this layer's weight can have."""
+    if is_linear(module):
+        return min(int(module.in_features), int(module.out_features))  # type: ignore[arg-type]
+    kernel = 1
+    for side in module.kernel_size:  # type: ignore[union-attr]
+        kernel *= int(side)
+    return min(int(module.in_channels) * kernel, int(module.out_channels))  # type: ignore[arg-type]

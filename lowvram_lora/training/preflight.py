@@ -1,0 +1,88 @@
+"""Everything that can be known before step 1, checked at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from torch import nn
+
+from ..adapters.file import require_writable
+from ..adapters.names import output_path
+from ..adapters.targets import rank_limit, select
+from ..config import TrainConfig
+from ..data.batches import BatchRecipe
+from ..errors import LowVramLoraError, PreflightError
+from ..memory.frozen import matrices, why_not
+from ..ports import Denoiser
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a run is made of, once nothing stands against it."""
+
+    layers: dict[str, nn.Module]
+    path: Path
+
+
+def check(denoiser: Denoiser, recipe: BatchRecipe, config: TrainConfig, loras_root: Path) -> Checked:
+    """Return the layers to adapt and where the file goes.
+
+    Raises:
+        PreflightError: with every problem found.
+    """
+    problems: list[str] = []
+    path = _attempt(lambda: _writable_path(loras_root, config), problems)
+    layers = _attempt(lambda: select(denoiser.network, config.lora.targets), problems)
+    shapes = sorted({entry.latent_shape for entry in recipe.cache.entries})
+    problems += denoiser.problems(shapes)
+    problems += _unfit_layers(denoiser.network)
+    problems += _low_rank_layers(layers or {}, config.lora.rank)
+    if problems or path is None or layers is None:
+        raise PreflightError(problems)
+    return Checked(layers, path)
+
+
+def _attempt(make: Callable[[], T], problems: list[str]) -> T | None:
+    try:
+        return make()
+    except LowVramLoraError as error:
+        problems.append(str(error))
+        return None
+
+
+def _writable_path(root: Path, config: TrainConfig) -> Path:
+    path = output_path(root, config.output_name)
+    require_writable(path)
+    return path
+
+
+def _unfit_layers(network: nn.Module) -> list[str]:
+    reasons = ((path, _why_unfit(module)) for path, module in matrices(network))
+    unfit = [f"{path} ({reason})" for path, reason in reasons if reason]
+    if not unfit:
+        return []
+    named = ", ".join(unfit[:3]) + (f" and {len(unfit) - 3} more" if len(unfit) > 3 else "")
+    return [f"These layers of the model can't be trained through: {named}."]
+
+
+def _why_unfit(module: nn.Module) -> str | None:
+    if "forward" in module.__dict__:
+        return "another extension has replaced its forward; reload the model without that extension's node"
+    return why_not(module)
+
+
+def _low_rank_layers(layers: dict[str, nn.Module], rank: int) -> list[str]:
+    limits = {path: rank_limit(module) for path, module in layers.items()}
+    smallest = min(limits, key=lambda path: limits[path], default=None)
+    if smallest is None or rank <= limits[smallest]:
+        return []
+    num_small = sum(limit < rank for limit in limits.values())
+    return [
+        f"rank {rank} is larger than {num_small} of the {len(layers)} chosen layers allow; the smallest, {smallest}, "
+        f"allows {limits[smallest]}. Lower rank to {limits[smallest]}, or choose fewer layers in targets."
+    ]

@@ -1,0 +1,98 @@
+"""Finished runs on disk, by the fingerprint of everything that determines them.
+
+So queueing an unchanged graph trains nothing, even after the host has dropped its own cache or was restarted.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..adapters import file
+from ..errors import PathError
+from ..memory.meter import MemoryRecord
+
+FORMAT = 1
+_LATEST = "latest_memory.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A finished run: the LoRA and what the nodes show about it."""
+
+    fingerprint: str
+    steps: int
+    losses: tuple[float, ...]
+    seconds: float
+    precision: str
+    num_layers: int
+    num_parameters: int
+    metadata: dict[str, str]
+    memory: MemoryRecord
+    lora: dict[str, Tensor] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class RunStore:
+    """The folder of finished runs."""
+
+    root: Path
+
+    def save(self, record: Record) -> None:
+        """Write ``record``; its JSON comes last and is what makes it count as finished."""
+        file.write(self._weights(record.fingerprint), record.lora, record.metadata)
+        plain = {f.name: getattr(record, f.name) for f in fields(record) if f.name not in ("lora", "memory")}
+        self._write_json(f"{record.fingerprint}.json", {**plain, "format": FORMAT, "memory": asdict(record.memory)})
+
+    def find(self, fingerprint: str) -> Record | None:
+        """Return the finished run of ``fingerprint``, or None if there is none that can be read whole."""
+        values = self._read_json(f"{fingerprint}.json")
+        if values is None or values.pop("format", None) != FORMAT:
+            return None
+        try:
+            lora, _ = file.read(self._weights(fingerprint))
+            values["losses"] = tuple(values["losses"])
+            return Record(**{**values, "memory": _memory(values["memory"]), "lora": lora})
+        except (PathError, TypeError, KeyError):
+            return None
+
+    def save_memory(self, memory: MemoryRecord) -> None:
+        """Keep ``memory`` as the latest run's, finished or not."""
+        self._write_json(_LATEST, asdict(memory))
+
+    def latest_memory(self) -> MemoryRecord | None:
+        """Return the memory record of the run that ended last."""
+        values = self._read_json(_LATEST)
+        try:
+            return None if values is None else _memory(values)
+        except (TypeError, KeyError):
+            return None
+
+    def _weights(self, fingerprint: str) -> Path:
+        return self.root / f"{fingerprint}.safetensors"
+
+    def _write_json(self, name: str, values: dict[str, Any]) -> None:
+        path = self.root / name
+        temporary = path.with_name(f"{name}.{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
+            os.replace(temporary, path)
+        except OSError as error:
+            raise PathError(path, f"can't be written ({error.strerror}). Free some space.") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _read_json(self, name: str) -> dict[str, Any] | None:
+        try:
+            values = json.loads((self.root / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return values if isinstance(values, dict) else None
+
+
+def _memory(values: dict[str, Any]) -> MemoryRecord:
+    return MemoryRecord(**{**values, "history": tuple(values["history"])})

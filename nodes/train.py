@@ -1,0 +1,183 @@
+"""LoRA Train (low-VRAM)."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+from typing import Any, get_args
+
+from comfy_api.latest import io, ui
+
+from ..lowvram_lora import config as cfg
+from ..lowvram_lora.events import Finished, Started, Stepped
+from ..lowvram_lora.training.report import describe_run
+from ..lowvram_lora.training.run import Job, run
+from ..lowvram_lora.units import format_duration
+from . import _host
+from ._models import HostDenoiser, with_lora
+
+LOG = logging.getLogger(__name__)
+_TRAIN, _LORA, _OPTIM = cfg.TrainConfig(), cfg.LoraConfig(), cfg.OptimConfig()
+
+
+class LoraTrain(io.ComfyNode):
+    """Trains a LoRA on the MODEL that is already loaded."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Return the node's inputs and outputs; saved workflows depend on their names and order."""
+        return _host.schema(
+            node_id="LowVRAMLoRATrain",
+            display_name="LoRA Train (low-VRAM)",
+            category="training/low-VRAM LoRA",
+            description="Trains a LoRA on the checkpoint that is already loaded, and writes it to models/loras.",
+            is_output_node=True,
+            hidden=[io.Hidden.unique_id],
+            inputs=[*_main_inputs(), *_further_inputs()],
+            outputs=[
+                io.Model.Output("model_out", display_name="MODEL", tooltip="MODEL with the LoRA applied."),
+                io.Custom("LORA_MODEL").Output("lora", display_name="LORA_MODEL"),
+                io.Custom("LOSS_MAP").Output("loss_map", display_name="LOSS_MAP"),
+                io.String.Output("report", display_name="report"),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, model: Any, batches: Any, **widgets: Any) -> io.NodeOutput:
+        """Train, or return the finished run of the unchanged graph."""
+        config = _config(**widgets)
+        job = Job(
+            denoiser=HostDenoiser(model),
+            recipe=batches,
+            config=config,
+            hardware=_host.ProcessHardware(model.load_device),
+            cancel=_host.InterruptButton(),
+            loras_root=_host.loras_root(),
+            store=_host.run_store(),
+        )
+        with _host.outside_inference_mode():
+            finished, notes = _follow(job, _host.Progress(config.steps, cls.hidden.unique_id))
+        record = finished.record
+        report = describe_run(record, finished.path, config, notes, finished.reused)
+        losses = {"loss": list(record.losses)}
+        outputs = (with_lora(model, record.lora), record.lora, losses, report)
+        return io.NodeOutput(*outputs, ui=ui.PreviewText(report))
+
+
+def _follow(job: Job, progress: _host.Progress) -> tuple[Finished, tuple[str, ...]]:
+    """Run ``job`` and show each event on the node."""
+    notes: tuple[str, ...] = ()
+    with closing(run(job)) as events:
+        for event in events:
+            if isinstance(event, Started):
+                notes = event.notes
+                LOG.info("Training %d layers in %s", event.num_layers, event.precision)
+            elif isinstance(event, Stepped):
+                progress.update(event.step, _line(event))
+            elif isinstance(event, Finished):
+                return event, notes
+    raise AssertionError("a run ends with Finished or an error")
+
+
+def _line(event: Stepped) -> str:
+    left = format_duration(event.remaining_s)
+    return (
+        f"step {event.step}/{event.steps} · loss {event.loss:.4f} · {event.seconds_per_step:.2f} s/step · {left} left"
+    )
+
+
+def _config(
+    *,
+    steps: int,
+    learning_rate: float,
+    rank: int,
+    alpha: float,
+    vram_budget_gb: float,
+    output_name: str,
+    seed: int,
+    targets: cfg.Targets = _LORA.targets,
+    precision: cfg.Precision = _TRAIN.precision,
+    recompute: bool = _TRAIN.recompute,
+    overwrite: bool = _TRAIN.overwrite,
+    **optim: Any,
+) -> cfg.TrainConfig:
+    accumulation = optim.pop("gradient_accumulation", _OPTIM.accumulation)
+    return cfg.TrainConfig(
+        steps=steps,
+        seed=seed,
+        precision=precision,
+        recompute=recompute,
+        vram_budget_gb=vram_budget_gb,
+        output_name=output_name,
+        overwrite=overwrite,
+        lora=cfg.LoraConfig(rank=rank, alpha=alpha, targets=targets),
+        optim=cfg.OptimConfig(learning_rate=learning_rate, accumulation=accumulation, **optim),
+    )
+
+
+def _main_inputs() -> list[Any]:
+    return [
+        io.Model.Input("model"),
+        io.Custom("LOWVRAM_BATCHES").Input("batches"),
+        io.Int.Input("steps", default=_TRAIN.steps, min=1, max=1_000_000),
+        io.Float.Input("learning_rate", default=_OPTIM.learning_rate, min=1e-9, max=1e9, step=1e-6, round=False),
+        io.Int.Input("rank", default=_LORA.rank, min=1, max=4096),
+        io.Float.Input(
+            "alpha",
+            default=_LORA.alpha,
+            min=0.01,
+            max=4096.0,
+            step=0.5,
+            tooltip="The LoRA's strength is alpha / rank.",
+        ),
+        io.Float.Input(
+            "vram_budget_gb",
+            default=_TRAIN.vram_budget_gb,
+            min=0.0,
+            max=1024.0,
+            step=0.25,
+            tooltip="GiB of VRAM the run may use; 0 takes what is free. Not yet enforced in this version.",
+        ),
+        io.String.Input(
+            "output_name",
+            default=_TRAIN.output_name,
+            tooltip="File name in models/loras; subfolder/name works too.",
+        ),
+        io.Int.Input("seed", default=_TRAIN.seed, min=0, max=cfg.MAX_SEED, control_after_generate=False),
+    ]
+
+
+def _further_inputs() -> list[Any]:
+    return [
+        _choice("targets", cfg.Targets, _LORA.targets, "Which layers get an adapter."),
+        _choice("precision", cfg.Precision, _TRAIN.precision, "The network's arithmetic; adapters stay float32."),
+        io.Boolean.Input(
+            "recompute",
+            default=_TRAIN.recompute,
+            optional=True,
+            tooltip="Recompute each block in the backward pass: far less memory, about a third more time.",
+        ),
+        _choice("schedule", cfg.Schedule, _OPTIM.schedule, "How the learning rate falls over the run."),
+        io.Int.Input("warmup_steps", default=_OPTIM.warmup_steps, min=0, max=1_000_000, optional=True),
+        io.Int.Input("gradient_accumulation", default=_OPTIM.accumulation, min=1, max=4096, optional=True),
+        io.Float.Input(
+            "max_grad_norm",
+            default=_OPTIM.max_grad_norm,
+            min=0.0,
+            max=1e6,
+            step=0.1,
+            optional=True,
+            tooltip="Gradients above this norm are scaled down to it; 0 turns clipping off.",
+        ),
+        io.Float.Input("weight_decay", default=_OPTIM.weight_decay, min=0.0, max=10.0, step=0.001, optional=True),
+        io.Boolean.Input(
+            "overwrite",
+            default=_TRAIN.overwrite,
+            optional=True,
+            tooltip="Replace a LoRA of the same name. Off: the next free name is taken.",
+        ),
+    ]
+
+
+def _choice(name: str, literal: Any, default: str, tooltip: str) -> Any:
+    return io.Combo.Input(name, options=list(get_args(literal)), default=default, tooltip=tooltip, optional=True)
