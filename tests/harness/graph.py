@@ -96,9 +96,7 @@ def sampling(name: str, model: Link, clip: Link, vae: Link, options: GraphOption
     return {
         f"positive_{name}": node("CLIPTextEncode", clip=clip, text=options.caption),
         f"negative_{name}": node("CLIPTextEncode", clip=clip, text=""),
-        f"latent_{name}": node(
-            "EmptyLatentImage", width=options.resolution, height=options.resolution, batch_size=1
-        ),
+        f"latent_{name}": node("EmptyLatentImage", width=options.resolution, height=options.resolution, batch_size=1),
         f"sample_{name}": node(
             "KSampler",
             model=model,

@@ -129,7 +129,7 @@ class HostProcess:
         self.client_id = uuid.uuid4().hex
         self._flags = flags
         self._search_paths = search_paths or {}
-        self._environment = {**os.environ, **(environment or {})}
+        self.environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self.port = 0
         prepare_base(self.base)
@@ -160,7 +160,7 @@ class HostProcess:
         command = host_command(self.base, self.port, self._flags, self._search_paths)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                command, cwd=self.base / "elsewhere", env=self._environment, stdout=log, stderr=log
+                command, cwd=self.base / "elsewhere", env=self.environment, stdout=log, stderr=log
             )
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._answers():
@@ -246,9 +246,7 @@ class HostProcess:
             time.sleep(POLL_S)
         return entry
 
-    def run(
-        self, prompt: Mapping[str, Any], timeout_s: float = 600.0, on_event: OnEvent | None = None
-    ) -> Event:
+    def run(self, prompt: Mapping[str, Any], timeout_s: float = 600.0, on_event: OnEvent | None = None) -> Event:
         """Queue a graph and wait for it."""
         return self.wait(self.queue(prompt), timeout_s, on_event)
 

@@ -33,9 +33,7 @@ PHOTOS = (
     Photo("coffee.png", "photos/coffee.jpg", "a cup of coffee on a saucer with a spoon, wooden table", 600),
     Photo("astronaut.png", "photos/astronaut.png", "portrait of a smiling astronaut in an orange suit", 512),
     Photo("rocket.jpg", "photos/rocket.jpg", "a white rocket on its launch pad under a dark sky", 640),
-    Photo(
-        "camera.png", "photos/camera.png", "black and white photo of a man behind a camera on a tripod", 400
-    ),
+    Photo("camera.png", "photos/camera.png", "black and white photo of a man behind a camera on a tripod", 400),
     Photo("coins.png", "photos/coins.jpg", "rows of old Greek coins on a dark cloth", 384),
     Photo("gravel.png", "photos/gravel.jpg", "gravel, seen from above", 320),
     Photo("brick.png", "photos/brick.png", "a brick wall", 256),

@@ -1,0 +1,110 @@
+"""The shipped workflow in ComfyUI's own front end: all of it shows, and Queue runs it to the end."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page
+
+from tests.harness.browser import front_end, open_dialogs
+from tests.harness.host import Event, HostProcess
+from tests.harness.places import CACHE
+from tests.harness.workflow import FILE
+
+SCREENSHOTS = CACHE / "screenshots"
+LOAD = """async workflow => {
+    await app.loadGraphData(workflow);
+    app.canvas.ds.fitToBounds?.(app.graph.getNodeById(5).boundingRect);
+    app.canvas.draw(true, true);
+}"""
+SHOWN = """() => app.graph._nodes.map(node => ({
+    type: node.type,
+    known: node.type in LiteGraph.registered_node_types,
+    broken: Boolean(node.has_errors),
+    widgets: (node.widgets ?? []).filter(widget => widget.serialize !== false).map(widget => widget.name),
+    unlinked: (node.inputs ?? []).filter(input => !input.widget && input.link == null).map(input => input.name),
+}))"""
+SET_WIDGET = """([type, name, value]) => {
+    const node = app.graph._nodes.find(node => node.type === type);
+    const widget = node.widgets.find(widget => widget.name === name);
+    widget.value = value;
+    widget.callback?.(value);
+}"""
+
+
+@pytest.fixture(scope="module")
+def workflow() -> dict[str, Any]:
+    """Return the shipped workflow."""
+    return dict(json.loads(FILE.read_text(encoding="utf-8")))
+
+
+@contextmanager
+def page_errors(page: Page) -> Iterator[list[str]]:
+    """Collect the errors that scripts of the page raise."""
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    yield errors
+
+
+def screenshot(page: Page, name: str) -> None:
+    """Keep a picture of the page for a person to look at."""
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SCREENSHOTS / f"{name}.png")
+
+
+def wait_for_new_entry(host: HostProcess, known: set[str], timeout_s: float = 300.0) -> Event:
+    """Return the history entry of the prompt that was queued after ``known`` was read."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        for prompt_id in set(host.get("/history")) - known:
+            return host.wait(prompt_id)
+        time.sleep(0.5)
+    raise TimeoutError(f"No prompt finished within {timeout_s:g} s:\n{host.log_tail()}")
+
+
+@pytest.mark.parametrize("vue_nodes", [False, True], ids=["canvas", "vue"])
+def test_all_nodes_show(host: HostProcess, workflow: dict[str, Any], vue_nodes: bool) -> None:
+    with front_end(host, vue_nodes=vue_nodes) as page, page_errors(page) as errors:
+        page.evaluate(LOAD, workflow)
+        shown = page.evaluate(SHOWN)
+        page.wait_for_timeout(500)
+        screenshot(page, f"workflow-{'vue' if vue_nodes else 'canvas'}")
+        dialogs = open_dialogs(page)
+    assert [node["type"] for node in shown if not node["known"] or node["broken"]] == []
+    assert sorted(node["type"] for node in shown) == sorted(node["type"] for node in workflow["nodes"])
+    assert {node["type"]: node["unlinked"] for node in shown if node["unlinked"]} == {}
+    assert dialogs == []
+    assert errors == []
+
+
+def test_queue_runs_the_workflow(host: HostProcess, workflow: dict[str, Any], checkpoint: Path, dataset: str) -> None:
+    widgets = [
+        ("CheckpointLoaderSimple", "ckpt_name", checkpoint.name),
+        ("LowVRAMLoadDataset", "folder", dataset),
+        ("LowVRAMLoadDataset", "resolution", 128),
+        ("LowVRAMLoRATrain", "steps", 2),
+        ("LowVRAMLoRATrain", "rank", 4),
+        ("LowVRAMLoRATrain", "output_name", "from the browser"),
+        ("EmptyLatentImage", "width", 128),
+        ("EmptyLatentImage", "height", 128),
+        ("KSampler", "steps", 2),
+    ]
+    known = set(host.get("/history"))
+    with front_end(host) as page:
+        page.evaluate(LOAD, workflow)
+        for widget in widgets:
+            page.evaluate(SET_WIDGET, list(widget))
+        page.evaluate("() => app.queuePrompt(0)")
+        assert page.evaluate("() => app.lastNodeErrors") in (None, {})
+        entry = wait_for_new_entry(host, known)
+        page.wait_for_function("() => app.graph._nodes.find(n => n.type === 'PreviewImage').imgs?.length")
+        screenshot(page, "workflow-finished")
+        assert open_dialogs(page) == []
+    assert (host.base / "models" / "loras" / "from the browser.safetensors").is_file()
+    assert any("images" in output for output in entry["outputs"].values())
