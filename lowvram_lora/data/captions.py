@@ -1,0 +1,103 @@
+"""Caption files: where they are looked for, how their bytes become text, where the trigger word goes."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import CaptionExtension
+
+CAPTION_SUFFIXES = (".txt", ".caption")
+
+# GBK writes a Chinese character as two bytes, nearly always both 0x80 or more. Western text in cp1252 has
+# such bytes one at a time inside words (é) or beside them (a curly quote), and never four in a row.
+_LOOKS_CHINESE = re.compile(rb"[\x80-\xff]{4}|(?<![A-Za-z\x80-\xff])[\x80-\xff]{2}(?![A-Za-z\x80-\xff])")
+
+
+@dataclass(frozen=True)
+class Caption:
+    """What was read for one image.
+
+    Attributes:
+        text: stripped; empty if the file is blank or missing.
+        source: the file, or None if there is none.
+        warning: what the user should know about the file's bytes, or empty.
+    """
+
+    text: str
+    source: Path | None = None
+    warning: str = ""
+
+
+def read_caption(image: Path, extension: CaptionExtension, files: Collection[Path]) -> Caption:
+    """Return the caption of ``image``.
+
+    ``auto`` takes ``.txt`` before ``.caption``. For each, ``aaa.bbb.jpg`` looks for ``aaa.bbb.txt``, then for
+    ``aaa.bbb.jpg.txt``.
+
+    Args:
+        files: the files that may be read; one that is not among them counts as missing.
+    """
+    source = _find(image, extension, files)
+    if source is None:
+        return Caption("")
+    try:
+        text, warning = decode(source.read_bytes())
+    except OSError as error:
+        return Caption("", None, f"can't be read ({error.strerror or error})")
+    return Caption(text.strip(), source, warning)
+
+
+def decode(data: bytes) -> tuple[str, str]:
+    """Return a caption file's text and a warning, empty for UTF-8.
+
+    A UTF-16 byte-order mark decides first; then UTF-8 if it fits (its mark is dropped); then GB18030 if it
+    fits and bytes of 0x80 or more come four in a row, or as a pair that touches no Latin letter; else
+    Windows-1252, with its undefined bytes replaced. Never raises.
+    """
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return data.decode("utf-16", errors="replace"), ""
+    try:
+        return data.decode("utf-8-sig"), ""
+    except UnicodeDecodeError:
+        pass
+    if _LOOKS_CHINESE.search(data):
+        try:
+            return data.decode("gb18030"), "is not UTF-8; read as Chinese (GB18030)"
+        except UnicodeDecodeError:
+            pass
+    return data.decode("cp1252", errors="replace"), "is not UTF-8; read as Western (Windows-1252)"
+
+
+def add_trigger(caption: str, trigger_word: str) -> str:
+    """Return ``caption`` with the trigger word in front, or unchanged if it already holds that word.
+
+    Case is ignored; ``sks`` is not found inside ``desks``, but is between Chinese characters.
+    """
+    trigger = trigger_word.strip()
+    if not trigger or _holds(caption, trigger):
+        return caption
+    return f"{trigger}, {caption}" if caption else trigger
+
+
+def _holds(caption: str, trigger: str) -> bool:
+    before = r"(?<![A-Za-z0-9_])" if _is_latin(trigger[0]) else ""
+    after = r"(?![A-Za-z0-9_])" if _is_latin(trigger[-1]) else ""
+    return re.search(before + re.escape(trigger) + after, caption, re.IGNORECASE) is not None
+
+
+def _is_latin(character: str) -> bool:
+    return character.isascii() and (character.isalnum() or character == "_")
+
+
+def _find(image: Path, extension: CaptionExtension, files: Collection[Path]) -> Path | None:
+    suffixes = CAPTION_SUFFIXES if extension == "auto" else (extension,)
+    for suffix in suffixes:
+        for stem in (image.stem, image.name):
+            for name in (stem + suffix, stem + suffix.upper()):
+                if image.with_name(name) in files:
+                    return image.with_name(name)
+    return None

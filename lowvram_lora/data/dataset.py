@@ -1,0 +1,79 @@
+"""A scanned dataset as frozen data. Sizes are (height, width) in pixels."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config import DataConfig
+
+if TYPE_CHECKING:
+    from .complexity import Complexity
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One image and its caption.
+
+    Attributes:
+        image: absolute path.
+        name: path relative to the dataset's folder, with forward slashes.
+        caption: with the trigger word; may be empty.
+        repeats: times the sample is seen in an epoch, 1 or more.
+        image_size_px: after the EXIF turn.
+        image_digest: sha256 of the file's bytes, hex.
+        complexity: set by Score Complexity.
+    """
+
+    image: Path
+    name: str
+    caption: str
+    repeats: int
+    image_size_px: tuple[int, int]
+    bucket_px: tuple[int, int]
+    image_digest: str
+    complexity: Complexity | None = None
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A file that is not trained on, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The usable images of a folder, in natural order of their names.
+
+    Attributes:
+        notes: what the user should know, one sentence each.
+    """
+
+    folder: Path
+    config: DataConfig
+    samples: tuple[Sample, ...]
+    skipped: tuple[Skipped, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of everything here that decides training; the folder's place on disk does not."""
+        rows = [(s.name, s.image_digest, s.caption, s.repeats, s.bucket_px) for s in self.samples]
+        return digest_of(self.config.background, rows)
+
+
+def digest_of(*parts: object) -> str:
+    """Return the sha256 of ``parts`` as hex. They must be plain data: text, numbers, lists, tuples, dicts."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+def name_some(names: Sequence[str], limit: int = 5) -> str:
+    """Return the first ``limit`` of ``names`` and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -1,0 +1,147 @@
+"""Folders datasets may be read from, and the files in them. Nothing outside the roots is ever opened."""
+
+from __future__ import annotations
+
+import os
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import PathError
+
+_IGNORED = ("__macosx", "thumbs.db", "desktop.ini")
+_NUMBERED = re.compile(r"([0-9]+)_")
+_HOW_TO_ADD = (
+    "To allow another folder, add it under 'datasets:' in ComfyUI's extra_model_paths.yaml, for example\n"
+    "  my_datasets:\n    datasets: /path/to/my datasets\nand restart ComfyUI."
+)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files below a folder.
+
+    Attributes:
+        files: in natural order (img2 before img10), the same on every machine.
+        refused: ``(path, reason)`` of what was left out.
+    """
+
+    files: tuple[Path, ...]
+    refused: tuple[tuple[Path, str], ...]
+
+
+def resolve_folder(typed: str, roots: Sequence[Path]) -> Path:
+    """Return the folder the user means.
+
+    Quotes, outer spaces and trailing slashes are dropped. A relative name is tried under each root in order;
+    an absolute one must lie inside a root, links followed.
+
+    Raises:
+        PathError: no such folder inside a root; the message lists what was tried and the roots.
+    """
+    text = typed.strip().strip("\"'").strip()
+    if not text:
+        raise PathError("folder", f"no folder is given. Type the name of one.\n{_allowed(roots)}")
+    if ".." in re.split(r"[/\\]", text):
+        raise PathError(text, f"'..' is not allowed in folder. Type the full path.\n{_allowed(roots)}")
+    tried = _candidates(text, roots)
+    for candidate in tried:
+        if candidate.is_dir() and is_inside(candidate, roots):
+            return candidate
+    raise PathError(", ".join(map(str, tried)), f"{_why_unusable(tried, roots)}\n{_allowed(roots)}")
+
+
+def is_inside(path: Path, roots: Sequence[Path]) -> bool:
+    """Return whether ``path``, links followed, lies in one of ``roots``."""
+    real = path.resolve()
+    return any(real.is_relative_to(root.resolve()) for root in roots)
+
+
+def list_files(folder: Path, roots: Sequence[Path]) -> Listing:
+    """Return every file below ``folder``, in natural order.
+
+    Dot-files and what macOS and Windows leave behind are passed over without a word. Links are followed
+    where they stay inside ``roots``.
+    """
+    files: list[Path] = []
+    refused: list[tuple[Path, str]] = []
+    visited: set[Path] = set()
+    pending = [folder]
+    while pending:
+        here = pending.pop()
+        if here.resolve() in visited:
+            continue
+        visited.add(here.resolve())
+        for child, reason in _children(here, roots):
+            if reason:
+                refused.append((child, reason))
+            elif child.is_dir():
+                pending.append(child)
+            else:
+                files.append(child)
+    return Listing(tuple(sorted(files, key=_natural_key)), tuple(sorted(refused)))
+
+
+def numbered_folder(file: Path, folder: Path) -> tuple[str, int]:
+    """Return the name and number of the nearest ``N_name`` folder above ``file``, up to ``folder`` itself.
+
+    Without one, the name of the folder the file is in, and 1.
+    """
+    above = (folder.name, *file.relative_to(folder).parts[:-1])
+    for name in reversed(above):
+        match = _NUMBERED.match(name)
+        if match:
+            return name, int(match[1])
+    return above[-1], 1
+
+
+def _candidates(text: str, roots: Sequence[Path]) -> list[Path]:
+    if Path(text).is_absolute():
+        return [Path(os.path.abspath(text))]
+    return [Path(os.path.abspath(root / text.replace("\\", "/"))) for root in roots]
+
+
+def _why_unusable(tried: Sequence[Path], roots: Sequence[Path]) -> str:
+    inside = [path for path in tried if is_inside(path, roots)]
+    # Whether a path outside exists is nobody's business: the page may be open to others.
+    if not inside:
+        return "this lies outside the folders datasets may be read from (links are followed)."
+    if any(path.is_file() for path in inside):
+        return "this is a file; folder must name the folder it is in."
+    return "no such folder."
+
+
+def _allowed(roots: Sequence[Path]) -> str:
+    listed = "\n".join(f"- {root}" for root in roots)
+    return f"Datasets may be read from:\n{listed}\n{_HOW_TO_ADD}"
+
+
+def _children(here: Path, roots: Sequence[Path]) -> Iterator[tuple[Path, str]]:
+    """Yield what is in ``here`` with the reason to refuse it, or an empty one."""
+    try:
+        names = sorted(os.listdir(here))
+    except OSError as error:
+        yield here, f"this folder can't be opened ({error.strerror or error})"
+        return
+    for name in names:
+        if name.startswith(".") or name.casefold() in _IGNORED:
+            continue
+        child = here / name
+        if not is_inside(child, roots):
+            yield child, "a link that leads outside the folders datasets may be read from"
+        elif child.is_dir() or child.is_file():
+            yield child, ""
+        else:
+            yield child, "not a file, or a link to nothing"
+
+
+def _natural_key(path: Path) -> tuple[tuple[tuple[str | int, ...], ...], str]:
+    return tuple(_natural_part(part) for part in path.parts), str(path)
+
+
+def _natural_part(part: str) -> tuple[str | int, ...]:
+    # The split alternates text, digits, text: a number is only ever compared with a number.
+    pieces = re.split(r"([0-9]+)", unicodedata.normalize("NFC", part).casefold())
+    return tuple(int(piece) if index % 2 else piece for index, piece in enumerate(pieces))

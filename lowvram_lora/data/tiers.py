@@ -1,0 +1,98 @@
+"""Reads a built cache: from RAM what fits there, from disk the rest."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from ..errors import CacheMissError
+from .cache import LATENTS, STRUCTURE, CacheEntry, CacheIndex
+from .encodings import Encoding
+from .store import Kind, Stored, UnreadableFileError, discard, invalidate, path_of, read
+
+T = TypeVar("T")
+
+
+@dataclass
+class TierStats:
+    """What a ``TieredCache`` has done so far.
+
+    Attributes:
+        hits: reads answered from RAM.
+        misses: reads that went to disk.
+        ram_bytes: tensor bytes held in RAM now.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    ram_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Held(Generic[T]):
+    value: T
+    num_bytes: int
+
+
+class TieredCache:
+    """The encodings of ``index``. Holds at most ``index.ram_cache_bytes`` of tensors, the last used ones.
+
+    What it returns is shared with later reads: don't write into it.
+    """
+
+    def __init__(self, index: CacheIndex) -> None:
+        self.stats = TierStats()
+        self._index = index
+        self._held: OrderedDict[str, _Held[Stored]] = OrderedDict()
+
+    def latents(self, entry: CacheEntry) -> Tensor:
+        """Return the unscaled latents, float32 on the CPU, without a batch axis.
+
+        Raises:
+            CacheMissError: they are gone from disk, or damaged. Build Tiered Cache then runs at the next Queue.
+        """
+        return self._read("latents", entry.latents_key, entry.name, lambda stored: stored.tensors[LATENTS])
+
+    def conditioning(self, entry: CacheEntry) -> Encoding:
+        """Return the caption's conditioning, on the CPU.
+
+        Raises:
+            CacheMissError: as for ``latents``.
+        """
+        return self._read("text", entry.text_key, entry.name, _to_encoding)
+
+    def _read(self, kind: Kind, key: str, name: str, part: Callable[[Stored], T]) -> T:
+        held = self._held.get(key)
+        if held is not None:
+            self._held.move_to_end(key)
+            self.stats.hits += 1
+            return part(held.value)
+        self.stats.misses += 1
+        path = path_of(self._index.root, kind, key)
+        try:
+            stored = read(path)
+            value = part(stored)
+        except (UnreadableFileError, KeyError) as error:
+            discard(path)
+            invalidate(self._index.root)
+            raise CacheMissError(name) from error
+        self._hold(key, stored)
+        return value
+
+    def _hold(self, key: str, stored: Stored) -> None:
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in stored.tensors.values())
+        if num_bytes > self._index.ram_cache_bytes:
+            return
+        while self.stats.ram_bytes + num_bytes > self._index.ram_cache_bytes:
+            _, oldest = self._held.popitem(last=False)
+            self.stats.ram_bytes -= oldest.num_bytes
+        self._held[key] = _Held(stored, num_bytes)
+        self.stats.ram_bytes += num_bytes
+
+
+def _to_encoding(stored: Stored) -> Encoding:
+    return Encoding(stored.tensors, stored.metadata[STRUCTURE])
