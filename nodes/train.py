@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from contextlib import closing
 from typing import Any, get_args
@@ -45,7 +46,7 @@ class LoraTrain(io.ComfyNode):
     @classmethod
     def execute(cls, model: Any, batches: Any, **widgets: Any) -> io.NodeOutput:
         """Train, or return the finished run of the unchanged graph."""
-        config = _config(**widgets)
+        config = _config(widgets)
         job = Job(
             denoiser=HostDenoiser(model),
             recipe=batches,
@@ -86,33 +87,20 @@ def _line(event: Stepped) -> str:
     )
 
 
-def _config(
-    *,
-    steps: int,
-    learning_rate: float,
-    rank: int,
-    alpha: float,
-    vram_budget_gb: float,
-    output_name: str,
-    seed: int,
-    targets: cfg.Targets = _LORA.targets,
-    precision: cfg.Precision = _TRAIN.precision,
-    recompute: bool = _TRAIN.recompute,
-    overwrite: bool = _TRAIN.overwrite,
-    **optim: Any,
-) -> cfg.TrainConfig:
-    accumulation = optim.pop("gradient_accumulation", _OPTIM.accumulation)
+def _config(widgets: dict[str, Any]) -> cfg.TrainConfig:
+    """Sort the node's widgets into the settings they belong to."""
+    optim = _picked(widgets, cfg.OptimConfig)
+    if "gradient_accumulation" in widgets:
+        optim["accumulation"] = widgets["gradient_accumulation"]
     return cfg.TrainConfig(
-        steps=steps,
-        seed=seed,
-        precision=precision,
-        recompute=recompute,
-        vram_budget_gb=vram_budget_gb,
-        output_name=output_name,
-        overwrite=overwrite,
-        lora=cfg.LoraConfig(rank=rank, alpha=alpha, targets=targets),
-        optim=cfg.OptimConfig(learning_rate=learning_rate, accumulation=accumulation, **optim),
+        **_picked(widgets, cfg.TrainConfig),
+        lora=cfg.LoraConfig(**_picked(widgets, cfg.LoraConfig)),
+        optim=cfg.OptimConfig(**optim),
     )
+
+
+def _picked(widgets: dict[str, Any], settings: type) -> dict[str, Any]:
+    return {f.name: widgets[f.name] for f in dataclasses.fields(settings) if f.name in widgets}
 
 
 def _main_inputs() -> list[Any]:

@@ -1,6 +1,8 @@
 """Which layers a preset adapts, judged by their place in the network."""
 
+import math
 import re
+from typing import Any
 
 from torch import nn
 
@@ -40,18 +42,16 @@ def _matches(path: str, module: nn.Module, targets: Targets) -> bool:
     return in_attention or (targets != "attention" and _FEED_FORWARD.search(path) is not None)
 
 
-def _is_adaptable_conv(module: nn.Module) -> bool:
+def _is_adaptable_conv(module: Any) -> bool:
     """PEFT's convolution adapter knows no groups, dilation or transposition."""
     if not is_conv(module) or why_not(module) or module.transposed:
         return False
-    return module.groups == 1 and all(step == 1 for step in module.dilation)  # type: ignore[union-attr]
+    return bool(module.groups == 1 and all(step == 1 for step in module.dilation))
 
 
-def rank_limit(module: nn.Module) -> int:
+def rank_limit(module: Any) -> int:
     """Return the largest rank that a delta of this layer's weight can have."""
     if is_linear(module):
-        return min(int(module.in_features), int(module.out_features))  # type: ignore[arg-type]
-    kernel = 1
-    for side in module.kernel_size:  # type: ignore[union-attr]
-        kernel *= int(side)
-    return min(int(module.in_channels) * kernel, int(module.out_channels))  # type: ignore[arg-type]
+        return min(int(module.in_features), int(module.out_features))
+    fan_in = int(module.in_channels) * math.prod(int(side) for side in module.kernel_size)
+    return min(fan_in, int(module.out_channels))

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import UnsupportedModelError
 from .frozen import HeldWeights, is_matrix
 
-_OUT_OF_PLACE = {
+_OUT_OF_PLACE: dict[str, Callable[..., Tensor]] = {
     "__iadd__": torch.add,
     "__isub__": torch.sub,
     "__imul__": torch.mul,

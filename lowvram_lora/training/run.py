@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,7 +125,7 @@ class _Progress:
 
 def _train(
     job: Job, checked: Checked, precision: str, key: str, notes: tuple[str, ...]
-) -> Iterator[Event]:  # the generator's return value is the Record
+) -> Generator[Event, None, Record]:
     described = metadata.describe(job.denoiser, job.recipe, job.config, precision, key)
     adapters = build(checked.layers, job.config.lora, job.config.seed, job.denoiser.device)
     progress = _Progress(adapters=adapters, meter=Meter(job.hardware), started=time.time())
