@@ -20,8 +20,7 @@ from tests.harness.workflow import FILE
 SCREENSHOTS = CACHE / "screenshots"
 LOAD = """async workflow => {
     await app.loadGraphData(workflow);
-    app.canvas.ds.fitToBounds?.(app.graph.getNodeById(5).boundingRect);
-    app.canvas.draw(true, true);
+    await app.extensionManager.command.execute('Comfy.Canvas.FitView');
 }"""
 SHOWN = """() => app.graph._nodes.map(node => ({
     type: node.type,
@@ -73,7 +72,7 @@ def test_all_nodes_show(host: HostProcess, workflow: dict[str, Any], vue_nodes: 
     with front_end(host, vue_nodes=vue_nodes) as page, page_errors(page) as errors:
         page.evaluate(LOAD, workflow)
         shown = page.evaluate(SHOWN)
-        page.wait_for_timeout(500)
+        page.wait_for_timeout(1000)  # the view moves there; for the screenshot only
         screenshot(page, f"workflow-{'vue' if vue_nodes else 'canvas'}")
         dialogs = open_dialogs(page)
     assert [node["type"] for node in shown if not node["known"] or node["broken"]] == []

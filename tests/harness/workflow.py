@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,11 @@ COLUMNS: tuple[tuple[str, ...], ...] = (
 )
 FIRST_X, FIRST_Y, GAP_X, GAP_Y, TITLE_PX = 40, 80, 60, 40, 30
 
+# Seeds stay as they are: with "randomize", pressing Queue again would train again.
 TO_CANVAS = """async prompt => {
     await app.loadApiJson(prompt, 'train_sd15');
+    const widgets = app.graph._nodes.flatMap(node => node.widgets ?? []);
+    widgets.filter(widget => widget.name === 'control_after_generate').forEach(widget => widget.value = 'fixed');
     return JSON.stringify(app.graph.serialize());
 }"""
 
@@ -88,6 +92,7 @@ def canvas_format(host: HostProcess) -> dict[str, Any]:
         workflow: dict[str, Any] = json.loads(page.evaluate(TO_CANVAS, prompt()))
     for node in workflow["nodes"]:
         node["id"] = int(node["id"])
+    workflow["id"] = str(uuid.uuid5(uuid.NAMESPACE_URL, "lowvram-lora/train_sd15"))
     workflow["last_node_id"] = max(node["id"] for node in workflow["nodes"])
     lay_out(workflow)
     return workflow
