@@ -38,7 +38,7 @@ class BatchRecipe:
     @cached_property
     def batches_per_epoch(self) -> int:
         """Number of batches, the same in every epoch."""
-        return sum(-(-len(draws) // self.config.batch_size) for draws in self._buckets.values())
+        return sum(-(-_num_draws(turns) // self.config.batch_size) for turns in self._buckets.values())
 
     @property
     def fingerprint(self) -> str:
@@ -63,7 +63,7 @@ class BatchRecipe:
 
     def report(self) -> str:
         """Return what an epoch looks like, in words."""
-        num_draws = sum(len(draws) for draws in self._buckets.values())
+        num_draws = sum(entry.repeats for entry in self.cache.entries)
         return "\n".join(
             (
                 f"{len(self.cache.entries)} images, {num_draws} draws an epoch with repeats",
@@ -74,23 +74,20 @@ class BatchRecipe:
         )
 
     @cached_property
-    def _buckets(self) -> dict[tuple[int, ...], list[int]]:
-        """The draws of an epoch by latent shape: every entry once, then again those with more repeats."""
+    def _buckets(self) -> dict[tuple[int, ...], list[Batch]]:
+        """The draws of an epoch by latent shape, in turns: every entry once, then again those with more repeats."""
         entries = self.cache.entries
-        buckets: dict[tuple[int, ...], list[int]] = {}
-        for turn in range(max(entry.repeats for entry in entries)):
-            for index, entry in enumerate(entries):
-                if entry.repeats > turn:
-                    buckets.setdefault(entry.latent_shape, []).append(index)
-        return buckets
+        shapes = dict.fromkeys(entry.latent_shape for entry in entries)
+        return {shape: _turns(entries, shape) for shape in shapes}
 
     def _draw(self, n: int) -> Epoch:
         # Text seeds are hashed by Python itself, the same on every version and machine.
         source = random.Random(f"{self.config.seed}/{n}")
         is_shuffled = self.config.strategy == "shuffle"
         batches: list[Batch] = []
-        for draws in self._buckets.values():
-            order = source.sample(draws, len(draws)) if is_shuffled else draws
+        for turns in self._buckets.values():
+            # Shuffled turn by turn, so that a batch holds one image twice only where it can't be helped.
+            order = [index for turn in turns for index in (source.sample(turn, len(turn)) if is_shuffled else turn)]
             batches += _chunks(order, self.config.batch_size)
         if is_shuffled:
             source.shuffle(batches)
@@ -98,18 +95,28 @@ class BatchRecipe:
 
     def _bucket_lines(self) -> Iterator[str]:
         yield "Buckets (height x width):"
-        for draws in self._buckets.values():
-            label = _label(self.cache.entries[draws[0]])
-            num_images = len(set(draws))
-            sizes = [len(batch) for batch in _chunks(draws, self.config.batch_size)]
-            held = f"{sizes[0]}" if sizes[0] == sizes[-1] else f"{sizes[0]}, the last {sizes[-1]}"
-            yield f"  {label}: {num_images} images, {len(draws)} draws, {len(sizes)} batches of {held}"
-            if len(draws) < self.config.batch_size:
-                held_by = "images" if len(draws) == num_images else "draws an epoch"
+        size = self.config.batch_size
+        for turns in self._buckets.values():
+            label = _label(self.cache.entries[turns[0][0]])
+            num_images, num_draws = len(turns[0]), _num_draws(turns)
+            last = num_draws % size
+            held = f"{num_draws}" if num_draws < size else f"{size}, the last {last}" if last else f"{size}"
+            yield f"  {label}: {num_images} images, {num_draws} draws, {-(-num_draws // size)} batches of {held}"
+            if num_draws < size:
+                kind = "images" if num_draws == num_images else "draws an epoch"
                 yield (
-                    f"batch_size {self.config.batch_size}, but bucket {label} holds only {len(draws)} {held_by}: "
-                    f"its batches hold {len(draws)}"
+                    f"batch_size {size}, but bucket {label} holds only {num_draws} {kind}: its batches hold {num_draws}"
                 )
+
+
+def _turns(entries: Sequence[CacheEntry], shape: tuple[int, ...]) -> list[Batch]:
+    members = [(index, entry.repeats) for index, entry in enumerate(entries) if entry.latent_shape == shape]
+    most = max(repeats for _, repeats in members)
+    return [tuple(index for index, repeats in members if repeats > turn) for turn in range(most)]
+
+
+def _num_draws(turns: Sequence[Batch]) -> int:
+    return sum(len(turn) for turn in turns)
 
 
 def _chunks(order: Sequence[int], size: int) -> list[Batch]:

@@ -52,7 +52,7 @@ def read_caption(image: Path, extension: CaptionExtension, files: Collection[Pat
 
 
 def decode(data: bytes) -> tuple[str, str]:
-    """Return a caption file's text and a warning, empty for UTF-8.
+    """Return a caption file's text and a warning, empty for Unicode.
 
     A UTF-16 byte-order mark decides first; then UTF-8 if it fits (its mark is dropped); then GB18030 if it
     fits and bytes of 0x80 or more come four in a row, or as a pair that touches no Latin letter; else

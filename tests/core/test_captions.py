@@ -1,0 +1,98 @@
+from pathlib import Path
+
+import pytest
+
+from lowvram_lora.data.captions import add_trigger, decode, read_caption
+
+CHINESE = "一只橘猫坐在窗台上，阳光明媚"
+
+
+def files_of(folder: Path) -> frozenset[Path]:
+    return frozenset(folder.iterdir())
+
+
+def caption_of(folder: Path, image: str, extension: str = "auto") -> str:
+    return read_caption(folder / image, extension, files_of(folder)).text
+
+
+def test_a_windows_apostrophe_is_read_and_named() -> None:
+    """a09"""
+    text, warning = decode(b"it\x92s a cat")
+    assert text == "it’s a cat"
+    assert "Windows-1252" in warning
+
+
+@pytest.mark.parametrize("text", ["créée à l’été, répétée", "“quoted”… naïve – œuvre", "déjà vu", "Ünïcode ßtraße"])
+def test_western_bytes_are_not_taken_for_chinese(text: str) -> None:
+    assert decode(text.encode("cp1252"))[0] == text
+
+
+@pytest.mark.parametrize("text", [CHINESE, "sks, 狗", "1girl, 红色的帽子 in a park"])
+def test_gbk_captions_come_out_as_chinese(text: str) -> None:
+    decoded, warning = decode(text.encode("gbk"))
+    assert decoded == text
+    assert "GB18030" in warning
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_unicode_needs_no_warning_and_leaves_no_mark(encoding: str) -> None:
+    """a10"""
+    assert decode(CHINESE.encode(encoding)) == (CHINESE, "")
+
+
+def test_undefined_bytes_never_raise() -> None:
+    for data in (b"\x81", b"\xff\xfe\x00", bytes(range(256)), b"cat \x8d\x9d"):
+        assert isinstance(decode(data)[0], str)
+
+
+def test_txt_comes_before_caption_and_either_alone_is_found(tmp_path: Path) -> None:
+    """a13"""
+    (tmp_path / "both.txt").write_text("from txt", encoding="utf-8")
+    (tmp_path / "both.caption").write_text("from caption", encoding="utf-8")
+    (tmp_path / "one.caption").write_text("only caption", encoding="utf-8")
+    assert caption_of(tmp_path, "both.png") == "from txt"
+    assert caption_of(tmp_path, "both.png", ".caption") == "from caption"
+    assert caption_of(tmp_path, "one.png") == "only caption"
+    assert caption_of(tmp_path, "one.png", ".txt") == ""
+
+
+def test_the_whole_name_counts(tmp_path: Path) -> None:
+    """a15"""
+    (tmp_path / "aaa.bbb.txt").write_text("b", encoding="utf-8")
+    (tmp_path / "aaa.ccc.jpg.txt").write_text("c", encoding="utf-8")
+    (tmp_path / "aaa.txt").write_text("wrong", encoding="utf-8")
+    assert caption_of(tmp_path, "aaa.bbb.jpg") == "b"
+    assert caption_of(tmp_path, "aaa.ccc.jpg") == "c"
+
+
+def test_upper_case_endings_and_spaces(tmp_path: Path) -> None:
+    (tmp_path / "my cat.TXT").write_text("  a cat \n", encoding="utf-8")
+    assert caption_of(tmp_path, "my cat.png") == "a cat"
+
+
+def test_blank_is_found_and_missing_is_not(tmp_path: Path) -> None:
+    """a11"""
+    (tmp_path / "a.txt").write_bytes(b"")
+    (tmp_path / "b.txt").write_bytes(b" ")
+    found = [read_caption(tmp_path / f"{name}.png", "auto", files_of(tmp_path)) for name in "abc"]
+    assert [caption.text for caption in found] == ["", "", ""]
+    assert [caption.source is not None for caption in found] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("caption", "trigger", "expected"),
+    [
+        ("a cat", "sks", "sks, a cat"),
+        ("a SKS cat", "sks", "a SKS cat"),
+        ("two desks", "sks", "sks, two desks"),
+        ("一只sks猫", "sks", "一只sks猫"),
+        ("可爱的猫咪", "猫咪", "可爱的猫咪"),
+        ("一条狗", "猫咪", "猫咪, 一条狗"),
+        ("", "sks", "sks"),
+        ("a cat", "  ", "a cat"),
+        ("a (cat)", "(cat)", "a (cat)"),
+    ],
+)
+def test_the_trigger_word_goes_in_front_once(caption: str, trigger: str, expected: str) -> None:
+    assert add_trigger(caption, trigger) == expected
+    assert add_trigger(expected, trigger) == expected

@@ -1,0 +1,131 @@
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageFile
+
+from lowvram_lora.data.pixels import decode, to_pixels
+from lowvram_lora.errors import PathError
+
+WHITE = "#ffffff"
+
+
+def saved(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def pixels(data: bytes, size_px: tuple[int, int], background: str = WHITE) -> torch.Tensor:
+    return to_pixels(data, "a file", size_px, background)
+
+
+def halves(first: tuple[int, ...], second: tuple[int, ...], size: tuple[int, int], mode: str = "RGB") -> Image.Image:
+    """Return a picture of PIL size ``size`` whose left half is ``first`` and right half ``second``."""
+    image = Image.new(mode, size, first)
+    image.paste(second, (size[0] // 2, 0, size[0], size[1]))
+    return image
+
+
+def test_a_photo_turned_by_its_tag_is_upright() -> None:
+    """a01: Orientation 6 means that the left of the stored picture is the top of the shown one."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = saved(halves((255, 0, 0), (0, 0, 255), (40, 20)), "JPEG", exif=exif, quality=95)
+    assert decode(data, "a").size_px == (40, 20)
+    upright = pixels(data, (40, 20))
+    assert upright.shape == (40, 20, 3)
+    assert upright[4, 10, 0] > 0.9 > 0.1 > upright[4, 10, 2]
+    assert upright[36, 10, 2] > 0.9 > 0.1 > upright[36, 10, 0]
+
+
+def test_colours_below_transparency_do_not_show() -> None:
+    """a02"""
+    noise = np.random.default_rng(0).integers(0, 256, (16, 16, 4), dtype=np.uint8)
+    noise[..., 3] = 0
+    noise[4:12, 4:12] = (200, 100, 50, 255)
+    data = saved(Image.fromarray(noise))
+    white, green = pixels(data, (16, 16)), pixels(data, (16, 16), "#00ff00")
+    assert torch.equal(white[:4], torch.ones(4, 16, 3))
+    assert torch.equal(green[0, 0], torch.tensor([0.0, 1.0, 0.0]))
+    expected = torch.tensor([200, 100, 50]) / 255
+    torch.testing.assert_close(white[8, 8], expected)
+
+
+def transparent_palette() -> bytes:
+    image = Image.new("P", (16, 16), 0)
+    image.putpalette([255, 0, 0, 0, 0, 255])
+    image.paste(1, (8, 0, 16, 16))
+    return saved(image, transparency=0)
+
+
+def test_a_palette_with_a_transparent_colour_is_composited() -> None:
+    got = pixels(transparent_palette(), (16, 16), "#00ff00")
+    assert got[0, 0].tolist() == [0.0, 1.0, 0.0]
+    assert got[0, 15].tolist() == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (saved(Image.new("L", (16, 16), 51)), [0.2, 0.2, 0.2]),
+        (saved(Image.new("LA", (16, 16), (51, 255))), [0.2, 0.2, 0.2]),
+        (saved(Image.new("1", (16, 16), 1)), [1.0, 1.0, 1.0]),
+        (saved(Image.new("CMYK", (16, 16), (255, 0, 0, 0)), "TIFF"), [0.0, 1.0, 1.0]),
+        (saved(Image.fromarray(np.full((16, 16), 13107, dtype=np.uint16))), [0.2, 0.2, 0.2]),
+        (saved(Image.fromarray(np.full((16, 16), 13107, dtype=np.uint16)), "TIFF"), [0.2, 0.2, 0.2]),
+        (saved(Image.fromarray(np.full((16, 16), 0.2, dtype=np.float32)), "TIFF"), [0.2, 0.2, 0.2]),
+    ],
+    ids=["L", "LA", "1", "CMYK", "I;16 png", "I;16 tiff", "F"],
+)
+def test_every_mode_becomes_rgb_in_0_to_1(data: bytes, expected: list[float]) -> None:
+    """a32"""
+    got = pixels(data, (16, 24))
+    assert got.shape == (16, 24, 3)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got[8, 12], torch.tensor(expected), atol=1e-6, rtol=0)
+
+
+def test_16_bit_keeps_its_steps() -> None:
+    ramp = np.tile(np.linspace(0, 65535, 64).astype(np.uint16), (64, 1))
+    got = pixels(saved(Image.fromarray(ramp)), (64, 64))
+    torch.testing.assert_close(got[0, :, 1], torch.linspace(0, 1, 64), atol=1e-4, rtol=0)
+
+
+def test_the_crop_is_the_centre() -> None:
+    image = Image.new("RGB", (100, 20), (255, 0, 0))
+    image.paste((0, 255, 0), (35, 0, 65, 20))
+    got = pixels(saved(image), (20, 20))
+    assert torch.equal(got, torch.tensor([0.0, 1.0, 0.0]).expand(20, 20, 3))
+
+
+def test_the_right_size_is_left_alone() -> None:
+    values = np.random.default_rng(1).integers(0, 256, (24, 40, 3), dtype=np.uint8)
+    got = pixels(saved(Image.fromarray(values)), (24, 40))
+    assert torch.equal(got, torch.from_numpy(values).float() / 255)
+
+
+def test_odd_sizes_never_leave_the_picture() -> None:
+    for width, height in ((333, 777), (1, 1), (7, 3), (1999, 201)):
+        data = saved(Image.new("RGB", (width, height), (10, 20, 30)))
+        assert pixels(data, (64, 192)).shape == (64, 192, 3)
+
+
+def test_a_cut_off_file_is_refused_even_if_another_pack_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a04"""
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    noise = np.random.default_rng(2).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    data = saved(Image.fromarray(noise), "JPEG")
+    with pytest.raises(PathError, match="damaged or cut off"):
+        decode(data[: len(data) * 7 // 10], "cut.jpg")
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is True
+
+
+def test_animation_is_told() -> None:
+    frames = [Image.new("RGB", (16, 16), (255 - 80 * i, 80 * i, 0)) for i in range(3)]
+    for kind in ("GIF", "WEBP"):
+        data = saved(frames[0], kind, save_all=True, append_images=frames[1:])
+        assert decode(data, "a").is_animated
+        assert pixels(data, (16, 16))[8, 8, 0] > 0.9
+    assert not decode(saved(frames[0]), "a").is_animated
