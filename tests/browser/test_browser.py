@@ -36,6 +36,11 @@ SET_WIDGET = """([type, name, value]) => {
     widget.callback?.(value);
 }"""
 
+PREVIEW_ARRIVED = """() => {
+    const node = app.graph._nodes.find(node => node.type === 'PreviewImage');
+    return app.nodeOutputs[node.id]?.images?.length;
+}"""
+
 
 @pytest.fixture(scope="module")
 def workflow() -> dict[str, Any]:
@@ -102,7 +107,7 @@ def test_queue_runs_the_workflow(host: HostProcess, workflow: dict[str, Any], ch
         page.evaluate("() => app.queuePrompt(0)")
         assert page.evaluate("() => app.lastNodeErrors") in (None, {})
         entry = wait_for_new_entry(host, known)
-        page.wait_for_function("() => app.graph._nodes.find(n => n.type === 'PreviewImage').imgs?.length")
+        page.wait_for_function(PREVIEW_ARRIVED)
         screenshot(page, "workflow-finished")
         assert open_dialogs(page) == []
     assert (host.base / "models" / "loras" / "from the browser.safetensors").is_file()

@@ -35,6 +35,8 @@ class GraphOptions:
     seed: int = 0
     caption: str = "a photo of a cat"
     sampling_steps: int = 4
+    guidance: float = 2.0
+    ram_cache_mb: int = 1024
     with_loader: bool = True
     train: dict[str, Any] = field(default_factory=dict)
 
@@ -61,7 +63,8 @@ def training(options: GraphOptions) -> Prompt:
             dataset=[SCORE, 0],
             vae=[CHECKPOINT, 2],
             clip=[CHECKPOINT, 1],
-            ram_cache_mb=256,
+            ram_cache_mb=options.ram_cache_mb,
+            profile="balanced",
         ),
         SAMPLER: node(
             "LowVRAMSparseBatchSampler",
@@ -105,7 +108,7 @@ def sampling(name: str, model: Link, clip: Link, vae: Link, options: GraphOption
             latent_image=[f"latent_{name}", 0],
             seed=1,
             steps=options.sampling_steps,
-            cfg=2.0,
+            cfg=options.guidance,
             sampler_name="euler",
             scheduler="normal",
             denoise=1.0,

@@ -225,6 +225,11 @@ class HostProcess:
             reply = self.post("/prompt", {"prompt": prompt, "client_id": self.client_id})
         except urllib.error.HTTPError as error:
             raise refusal(json.loads(error.read())) from error
+        # Some outputs may be fine: ComfyUI then runs those and leaves out the others.
+        if reply.get("node_errors"):
+            self.post("/queue", {"delete": [reply["prompt_id"]]})
+            self.interrupt()
+            raise refusal(reply)
         return str(reply["prompt_id"])
 
     def wait(self, prompt_id: str, timeout_s: float = 600.0, on_event: OnEvent | None = None) -> Event:

@@ -27,6 +27,7 @@ OPTIONS = graph.GraphOptions(
     rank=16,
     output_name="my_lora",
     sampling_steps=20,
+    guidance=7.0,
     caption="a photo of a cat",
 )
 # What stands where, left to right; nodes of a column stand one under another.
@@ -40,6 +41,8 @@ COLUMNS: tuple[tuple[str, ...], ...] = (
     ("sample_lora", graph.LOSS),
     ("decode_lora", "preview"),
 )
+# Nodes that show pictures or text need room from the start.
+ROOM = {graph.LOSS: (400, 320), graph.MONITOR: (300, 200), "preview": (400, 400)}
 FIRST_X, FIRST_Y, GAP_X, GAP_Y, TITLE_PX = 40, 80, 60, 40, 30
 
 # Seeds stay as they are: with "randomize", pressing Queue again would train again.
@@ -76,6 +79,8 @@ def _numbered(node: dict[str, Any]) -> dict[str, Any]:
 def lay_out(workflow: dict[str, Any]) -> None:
     """Put the nodes of a workflow into their columns, without overlap."""
     nodes = {node["id"]: node for node in workflow["nodes"]}
+    for name, size in ROOM.items():
+        nodes[number(name)]["size"] = list(size)
     x = FIRST_X
     for column in COLUMNS:
         y = FIRST_Y
