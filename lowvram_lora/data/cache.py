@@ -154,7 +154,7 @@ def _build_text(caption: str, encoder: TextEncoder, root: Path, steps: _Steps) -
         return key
     encoding = encoder.encode(caption)
     write(path, encoding.tensors, {STRUCTURE: encoding.structure})
-    steps.finish(f"encoded caption: {caption[:60]}", path, "text")
+    steps.finish(f"encoded caption: {caption[:60] or '(empty)'}", path, "text")
     return key
 
 

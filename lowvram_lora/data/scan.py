@@ -188,9 +188,10 @@ def _size_notes(samples: Sequence[Sample]) -> Iterator[str]:
     for sample in samples:
         kept = kept_fraction(sample.image_size_px, sample.bucket_px)
         if kept < CROP_WORTH_TELLING:
-            height, width = sample.image_size_px
-            bucket = f"{sample.bucket_px[0]}x{sample.bucket_px[1]}"
+            (height, width), (bucket_height, bucket_width) = sample.image_size_px, sample.bucket_px
+            is_too_long = max(height, width) > MAX_ASPECT * min(height, width)
+            why = f" (buckets go up to {MAX_ASPECT}:1)" if is_too_long else ""
             yield (
-                f"{sample.name} ({height}x{width}) goes into {bucket}: {1 - kept:.0%} of it is cropped away "
-                f"(buckets go up to {MAX_ASPECT}:1)"
+                f"{sample.name} ({height}x{width}) goes into {bucket_height}x{bucket_width}: "
+                f"{1 - kept:.0%} of it is cropped away{why}"
             )
