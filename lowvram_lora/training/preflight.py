@@ -14,7 +14,9 @@ from ..adapters.names import output_path
 from ..adapters.targets import rank_limit, select
 from ..config import TrainConfig
 from ..data.batches import BatchRecipe
-from ..errors import LowVramLoraError, PreflightError
+from ..data.cache import CacheEntry, CacheIndex
+from ..data.store import invalidate, path_of, peek
+from ..errors import CacheMissError, LowVramLoraError, PreflightError
 from ..memory.frozen import matrices, why_not
 from ..ports import Denoiser
 
@@ -40,6 +42,7 @@ def check(denoiser: Denoiser, recipe: BatchRecipe, config: TrainConfig, loras_ro
     layers = _attempt(lambda: select(denoiser.network, config.lora.targets), problems)
     shapes = sorted({entry.latent_shape for entry in recipe.cache.entries})
     problems += denoiser.problems(shapes)
+    problems += _missing_encodings(recipe.cache)
     problems += _unfit_layers(denoiser.network)
     problems += _low_rank_layers(layers or {}, config.lora.rank)
     if problems or path is None or layers is None:
@@ -59,6 +62,21 @@ def _writable_path(root: Path, config: TrainConfig) -> Path:
     path = output_path(root, config.output_name)
     require_writable(path)
     return path
+
+
+def _missing_encodings(index: CacheIndex) -> list[str]:
+    gone = [entry.name for entry in index.entries if not _is_cached(index, entry)]
+    if not gone:
+        return []
+    # Build Tiered Cache takes this as its own fingerprint: it runs at the next Queue.
+    invalidate(index.root)
+    named = gone[0] if len(gone) == 1 else f"{gone[0]} and {len(gone) - 1} more"
+    return [str(CacheMissError(named))]
+
+
+def _is_cached(index: CacheIndex, entry: CacheEntry) -> bool:
+    files = path_of(index.root, "latents", entry.latents_key), path_of(index.root, "text", entry.text_key)
+    return all(peek(file) is not None for file in files)
 
 
 def _unfit_layers(network: nn.Module) -> list[str]:

@@ -106,7 +106,8 @@ class Stepper:
                 predicted = denoiser.predict_x0(noised[rows], sigma_B[rows], conditioning)
                 losses = objective.loss_per_sample(predicted, latents[rows], weight_B[rows])
                 loss = losses.sum() / num_samples
-            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                scaled = self.scaler.scale(loss)
+            scaled.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         return total
 

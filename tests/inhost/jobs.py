@@ -1,0 +1,74 @@
+"""A training job on a tiny host model with a cache of made-up pictures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tiny
+from PIL import Image
+
+from lowvram_lora.config import DataConfig, LoraConfig, OptimConfig, SamplerConfig, TrainConfig
+from lowvram_lora.data.batches import BatchRecipe
+from lowvram_lora.data.cache import CacheIndex, build
+from lowvram_lora.data.scan import scan
+from lowvram_lora.fakes import FakeCodec, FakeTextEncoder
+from lowvram_lora.training.record import RunStore
+from lowvram_lora.training.run import Job
+
+COLOURS = ((200, 30, 30), (30, 200, 30), (30, 30, 200))
+
+
+class NoHardware:
+    """Counts nothing."""
+
+    def sample(self) -> dict[str, int]:
+        """Return one count that stays the same."""
+        return {"ram": 1}
+
+
+class CancelAt:
+    """Presses Cancel at the ``n``-th check; 0 never does."""
+
+    def __init__(self, n: int = 0, error: BaseException | None = None) -> None:
+        self._left = n
+        self._error = error or KeyboardInterrupt()
+
+    def check(self) -> None:
+        """Raise at the chosen check."""
+        self._left -= 1
+        if self._left == 0:
+            raise self._error
+
+
+def cache(folder: Path, captions: tuple[str, ...] = ("a red square", "a green square", "蓝色方块")) -> CacheIndex:
+    """Build a cache of plain pictures, one a caption."""
+    pictures = folder / "pictures"
+    pictures.mkdir(parents=True, exist_ok=True)
+    for number, caption in enumerate(captions):
+        Image.new("RGB", (64, 64), COLOURS[number]).save(pictures / f"{number}.png")
+        (pictures / f"{number}.txt").write_text(caption, encoding="utf-8")
+    dataset = scan(DataConfig(folder=str(pictures), resolution=64), [folder])
+    encoder = FakeTextEncoder(width=tiny.CONTEXT)
+    return build(dataset, FakeCodec(), encoder, folder / "cache", lambda *_: None, 1 << 20)[0]
+
+
+def config(**changes: Any) -> TrainConfig:
+    """Return short-run settings; alpha differs from rank."""
+    lora = LoraConfig(rank=4, alpha=7.0, targets=changes.pop("targets", "attention + feed-forward"))
+    optim = OptimConfig(learning_rate=changes.pop("learning_rate", 1e-2), schedule="constant")
+    return replace(TrainConfig(steps=3, seed=5, precision="fp32", output_name="tiny", lora=lora, optim=optim), **changes)
+
+
+def job(folder: Path, denoiser: Any, *, batch_size: int = 1, cancel: CancelAt | None = None, **changes: Any) -> Job:
+    """Return a job whose files all go under ``folder``."""
+    return Job(
+        denoiser=denoiser,
+        recipe=BatchRecipe(cache(folder), SamplerConfig(batch_size=batch_size, seed=1)),
+        config=config(**changes),
+        hardware=NoHardware(),
+        cancel=cancel or CancelAt(),
+        loras_root=folder / "loras",
+        store=RunStore(folder / "runs"),
+    )
