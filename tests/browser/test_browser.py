@@ -18,9 +18,15 @@ from tests.harness.places import CACHE
 from tests.harness.workflow import FILE
 
 SCREENSHOTS = CACHE / "screenshots"
-LOAD = """async workflow => {
-    await app.loadGraphData(workflow);
-    await app.extensionManager.command.execute('Comfy.Canvas.FitView');
+LOAD = "workflow => app.loadGraphData(workflow)"
+# Moves the view so that the whole graph is on the page.
+FIT = """() => {
+    const nodes = app.graph._nodes, ds = app.canvas.ds;
+    const right = Math.max(...nodes.map(node => node.pos[0] + node.size[0]));
+    const bottom = Math.max(...nodes.map(node => node.pos[1] + node.size[1]));
+    ds.scale = Math.min(1750 / right, 850 / bottom);
+    ds.offset = [70 / ds.scale, 90 / ds.scale];
+    app.canvas.setDirty(true, true);
 }"""
 SHOWN = """() => app.graph._nodes.map(node => ({
     type: node.type,
@@ -36,6 +42,7 @@ SET_WIDGET = """([type, name, value]) => {
     widget.callback?.(value);
 }"""
 
+MOUNTED = "count => document.querySelectorAll('[data-node-id]').length === count"
 PREVIEW_ARRIVED = """() => {
     const node = app.graph._nodes.find(node => node.type === 'PreviewImage');
     return app.nodeOutputs[node.id]?.images?.length;
@@ -59,6 +66,8 @@ def page_errors(page: Page) -> Iterator[list[str]]:
 def screenshot(page: Page, name: str) -> None:
     """Keep a picture of the page for a person to look at."""
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.evaluate(FIT)
+    page.wait_for_timeout(500)  # until it is drawn; nothing is asserted about pictures
     page.screenshot(path=SCREENSHOTS / f"{name}.png")
 
 
@@ -76,8 +85,9 @@ def wait_for_new_entry(host: HostProcess, known: set[str], timeout_s: float = 30
 def test_all_nodes_show(host: HostProcess, workflow: dict[str, Any], vue_nodes: bool) -> None:
     with front_end(host, vue_nodes=vue_nodes) as page, page_errors(page) as errors:
         page.evaluate(LOAD, workflow)
+        if vue_nodes:
+            page.wait_for_function(MOUNTED, arg=len(workflow["nodes"]))
         shown = page.evaluate(SHOWN)
-        page.wait_for_timeout(1000)  # the view moves there; for the screenshot only
         screenshot(page, f"workflow-{'vue' if vue_nodes else 'canvas'}")
         dialogs = open_dialogs(page)
     assert [node["type"] for node in shown if not node["known"] or node["broken"]] == []
@@ -98,6 +108,7 @@ def test_queue_runs_the_workflow(host: HostProcess, workflow: dict[str, Any], ch
         ("EmptyLatentImage", "width", 128),
         ("EmptyLatentImage", "height", 128),
         ("KSampler", "steps", 2),
+        ("KSampler", "cfg", 2.0),
     ]
     known = set(host.get("/history"))
     with front_end(host) as page:
