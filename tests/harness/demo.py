@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.harness import graph
 from tests.harness.checkpoint import cached_sd15
-from tests.harness.host import Event, HostError, HostProcess, device_flags, texts
+from tests.harness.host import Event, HostError, HostProcess, device_flags, offer_checkpoint, texts
 from tests.harness.photos import make_dataset
 from tests.harness.places import CACHE
 
@@ -113,9 +113,10 @@ def main(arguments: list[str]) -> int:
     dataset = (options.dataset or make_dataset(CACHE / "photos")).resolve()
     folder = CACHE / "demo" / time.strftime("%Y-%m-%d_%H-%M-%S")
     prompt = build_prompt(options, checkpoint, dataset)
-    paths = {"checkpoints": checkpoint.parent, "datasets": dataset.parent}
+    base = folder / "comfyui"
+    offer_checkpoint(base, checkpoint)
     print("Starting ComfyUI ...", flush=True)
-    with HostProcess(folder / "comfyui", flags=device_flags(), search_paths=paths) as host:
+    with HostProcess(base, flags=device_flags(), search_paths={"datasets": dataset.parent}) as host:
         try:
             entry = host.run(prompt, TIMEOUT_S, ProgressLines(prompt).on_event)
         except HostError as error:

@@ -80,6 +80,19 @@ def install_pack(base: Path, folder_name: str) -> None:
         shutil.copytree(ROOT, place, ignore=shutil.ignore_patterns(*NOT_PRODUCT))
 
 
+def offer_checkpoint(base: Path, file: Path) -> None:
+    """Make one file a checkpoint of ComfyUI: as a link, or as a copy where links are not allowed.
+
+    Its folder as a search path would do the same, but ComfyUI walks through all that is below such a folder.
+    """
+    place = base / "models" / "checkpoints" / file.name
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        place.symlink_to(file.resolve())
+    except OSError:
+        shutil.copyfile(file, place)
+
+
 def write_search_paths(file: Path, paths: Mapping[str, Path]) -> None:
     """Write an ``extra_model_paths.yaml`` that adds one folder to each of the named folder types."""
     lines = [f"  {name}: {json.dumps(str(path), ensure_ascii=False)}" for name, path in paths.items()]
@@ -284,7 +297,10 @@ class HostProcess:
             raise TimeoutError(f"Prompt {prompt_id} did not finish in time:\n{self.log_tail()}")
 
     def _finished(self, prompt_id: str) -> Event | None:
-        entry: Event | None = self.get(f"/history/{prompt_id}").get(prompt_id)
+        try:
+            entry: Event | None = self.get(f"/history/{prompt_id}").get(prompt_id)
+        except TimeoutError:
+            return None  # a busy machine; the caller watches its own deadline
         if entry is None:
             return None
         raise_failure(entry)
