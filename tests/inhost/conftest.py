@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -22,22 +21,12 @@ def _enter_host() -> None:
     comfy.cli_args.args.cpu = True
 
 
-def _load_pack() -> ModuleType:
-    """Load the pack the way the host does: by file, under a name that is no package path."""
-    spec = importlib.util.spec_from_file_location(
-        "pack under test", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["pack under test"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 _enter_host()
 
 
 @pytest.fixture(scope="session")
 def pack() -> ModuleType:
     """The pack as the host loads it."""
-    return _load_pack()
+    from pack import load_pack
+
+    return load_pack(ROOT)
