@@ -1,13 +1,14 @@
 """Block recompute: keep a block's inputs, run it again in the backward pass.
 
-The library checkpoint gives wrong gradients, without an error, on networks whose blocks add to their inputs in place
-(the Flux family). This one is reentrant: the block runs first without gradients, then again on detached inputs; and
-while it runs, in-place operators answer with a new tensor, so that neither a kept input nor a saved activation is
-ever written over.
+The library checkpoint gives wrong gradients, without an error, on networks whose blocks write in place into tensors
+that autograd has saved (the Flux family). This one is reentrant: the block runs first without gradients, then again
+on detached inputs. A block seen writing in place runs on copies of its inputs, and its second run under
+``torch.autograd.graph.allow_mutation_on_saved_tensors``, which keeps what was saved as it was.
 """
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,23 +18,22 @@ from torch.overrides import TorchFunctionMode
 from ..errors import UnsupportedModelError
 from .frozen import HeldWeights, is_matrix
 
-_OUT_OF_PLACE: dict[str, Callable[..., Tensor]] = {
-    "__iadd__": torch.add,
-    "__isub__": torch.sub,
-    "__imul__": torch.mul,
-    "__itruediv__": torch.div,
-}
+# Methods that end like in-place ones and write nothing.
+_HARMLESS = ("requires_grad_", "detach_")
 
 
-class _NewTensors(TorchFunctionMode):
-    """Answer ``x += y`` and its kin with a new tensor; the caller rebinds its name and sees no difference."""
+class _InPlaceWatch(TorchFunctionMode):
+    """Notices a call that writes into a tensor: ``x += y``, ``x.mul_(y)``, ``x[0] = y``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        replacement = _OUT_OF_PLACE.get(getattr(func, "__name__", ""))
-        if replacement is None:
-            return func(*args, **(kwargs or {}))
-        # In place, the left side's dtype wins; out of place, the two are promoted.
-        return replacement(*args).to(args[0].dtype)
+        name = getattr(func, "__name__", "")
+        is_method = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
+        self.seen = self.seen or is_method or name == "__setitem__"
+        return func(*args, **(kwargs or {}))
 
 
 def find_blocks(network: nn.Module) -> dict[str, nn.Module]:
@@ -62,64 +62,83 @@ def _num_matrices(module: nn.Module) -> int:
     return sum(is_matrix(part) for part in module.modules())
 
 
-def recomputed_forward(
-    name: str, forward: Callable[..., Any], held: HeldWeights, anchor: Tensor, trains: bool
-) -> Callable[..., Any]:
-    """Return a forward that computes what ``forward`` does and keeps only its inputs for the backward pass.
+@dataclasses.dataclass(kw_only=True)
+class RecomputedBlock:
+    """The forward that stands in for a block's own while a run lasts.
 
-    Args:
+    Attributes:
         name: the block's path, for errors.
         forward: the block's own forward.
         held: the source its frozen layers fetch from.
         anchor: a tensor that requires a gradient, so that a block whose inputs need none is still run backward.
         trains: whether the block holds adapters; one that holds none and gets no gradient has no backward at all.
+        wanted: whether the user wants recompute. Without it only blocks that write in place are recomputed: autograd
+            can't differentiate them otherwise.
+        writes_in_place: found out in the block's first call, which therefore runs as if it did.
     """
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        leaves: list[Tensor] = []
-        template = _flatten((args, kwargs), leaves)
-        if not (leaves or trains):
-            with torch.no_grad():
-                return forward(*args, **kwargs)
-        block = _Block(name, forward, held, template)
-        flat = _Recompute.apply(block, anchor, *leaves)
-        return _rebuild(block.out_template, list(flat))
-
-    return run
-
-
-@dataclasses.dataclass
-class _Block:
-    """One call of a block: what is needed to run it again."""
 
     name: str
     forward: Callable[..., Any]
     held: HeldWeights
+    anchor: Tensor
+    trains: bool
+    wanted: bool
+    writes_in_place: bool | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the block's own forward returns."""
+        is_plain = not self.wanted and self.writes_in_place is False
+        if is_plain or not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        leaves: list[Tensor] = []
+        template = _flatten((args, kwargs), leaves)
+        if not (leaves or self.trains):
+            with torch.no_grad():
+                return self.forward(*args, **kwargs)
+        call = _Call(self, template)
+        flat = _Recompute.apply(call, self.anchor, *leaves)
+        return _rebuild(call.out_template, list(flat))
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Run the block on inputs that it may write over, and learn whether it does.
+
+        Raises:
+            UnsupportedModelError: it did not in its first call and does now.
+        """
+        assumed = self.writes_in_place is not False
+        if assumed:
+            args, kwargs = _copied(args), _copied(kwargs)
+        with _InPlaceWatch() as watch:
+            result = self.forward(*args, **kwargs)
+        if watch.seen and not assumed:
+            raise UnsupportedModelError(
+                f"The block {self.name} writes over its inputs in some steps and not in others.",
+                "It can't be trained through; take it to the pack's issue page.",
+            )
+        self.writes_in_place = watch.seen
+        return result
+
+
+@dataclasses.dataclass
+class _Call:
+    """One call of a block: what is needed to run it again."""
+
+    block: RecomputedBlock
     template: Any
     out_template: Any = None
 
-    def __call__(self, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    def run(self, leaves: list[Tensor]) -> tuple[Tensor, ...]:
         args, kwargs = _rebuild(self.template, leaves)
-        with _NewTensors():
-            result = self.forward(*args, **kwargs)
         flat: list[Tensor] = []
-        self.out_template = _flatten(result, flat, every_tensor=True)
+        self.out_template = _flatten(self.block.run(args, kwargs), flat, every_tensor=True)
         return tuple(flat)
 
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, block: _Block, anchor: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-        versions = [leaf._version for leaf in leaves]
-        out = block(list(leaves))
-        if versions != [leaf._version for leaf in leaves]:
-            raise UnsupportedModelError(
-                f"The block {block.name} writes over its own inputs, so it can't be recomputed.",
-                "Turn 'recompute' off on LoRA Train (low-VRAM).",
-            )
-        ctx.block = block
+    def forward(ctx: Any, call: _Call, anchor: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+        out = call.run(list(leaves))
+        ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*leaves)
         # An input handed through as it is would otherwise be an output and an input of this function at once.
@@ -128,10 +147,12 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        leaves = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in ctx.saved_tensors]
-        with ctx.block.held.hold():
+        leaves = [leaf.detach().requires_grad_() for leaf in ctx.saved_tensors]
+        block = ctx.call.block
+        protected = torch.autograd.graph.allow_mutation_on_saved_tensors() if block.writes_in_place else nullcontext()
+        with block.held.hold(), protected:
             with torch.enable_grad():
-                out = ctx.block(list(leaves))
+                out = ctx.call.run(list(leaves))
             pairs = [(o, g) for o, g in zip(out, grads, strict=True) if o.requires_grad and g is not None]
             if pairs:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
@@ -169,6 +190,11 @@ def _rebuild(value: Any, leaves: list[Tensor]) -> Any:
     return _map(value, lambda item: _rebuild(item, leaves))
 
 
+def _copied(value: Any) -> Any:
+    """Return ``value`` with every tensor in it cloned; gradients flow through."""
+    return value.clone() if isinstance(value, Tensor) else _map(value, _copied)
+
+
 def _map(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {key: function(item) for key, item in value.items()}
@@ -183,14 +209,18 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def recomputed(
-    network: nn.Module, held: HeldWeights, device: torch.device, trained: Collection[str]
-) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-    """Yield every block of ``network`` with its recomputing forward.
+    network: nn.Module, held: HeldWeights, device: torch.device, trained: Collection[str], wanted: bool = True
+) -> Iterator[tuple[nn.Module, RecomputedBlock]]:
+    """Yield every block of ``network`` with its stand-in.
 
     Args:
         trained: paths of the adapted layers.
+        wanted: as in ``RecomputedBlock``.
     """
     anchor = torch.zeros((), device=device, requires_grad=True)
     for path, block in find_blocks(network).items():
         trains = any(layer.startswith(f"{path}.") for layer in trained)
-        yield block, recomputed_forward(path, block.forward, held, anchor, trains)
+        yield (
+            block,
+            RecomputedBlock(name=path, forward=block.forward, held=held, anchor=anchor, trains=trains, wanted=wanted),
+        )

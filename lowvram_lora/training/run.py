@@ -175,8 +175,7 @@ def attached(
         forwards = {module: frozen_forward(module, held) for _, module in matrices(network)}
         forwards.update(adapted_forwards(layers, adapters, held))
         undo.enter_context(frozen(forwards))
-        if recompute:
-            undo.enter_context(frozen(dict(recomputed(network, held, denoiser.device, layers))))
+        undo.enter_context(frozen(dict(recomputed(network, held, denoiser.device, layers, wanted=recompute))))
         yield
 
 

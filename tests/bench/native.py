@@ -7,6 +7,7 @@ Time is measured between the progress updates that both trainers send once a ste
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -147,7 +148,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         loaded = anonymous_mib()
         with AnonymousMemory() as memory:
             train()
-    steps = [after - before for before, after in zip(times, times[1:], strict=False)]
+    steps = [after - before for before, after in itertools.pairwise(times)]
     weights = sum(p.numel() * p.element_size() for p in model.model.diffusion_model.parameters())
     return {"step_s": steps, "loaded_mib": loaded, "peak_mib": memory.peak_mib, "weights_mib": weights >> 20}
 
@@ -191,7 +192,7 @@ def prepare_ours(model: Any, options: argparse.Namespace) -> Callable[[], None]:
     latents, context = sample()
     folder = Path(tempfile.mkdtemp(prefix="lowvram-bench-"))
     core = pack.lowvram_lora
-    entry, index = _cache(core, folder, latents[0], context)
+    index = _cache(core, folder, latents[0], context)
     config = core.config.TrainConfig(
         steps=options.steps,
         precision="bf16",
@@ -214,13 +215,13 @@ def prepare_ours(model: Any, options: argparse.Namespace) -> Callable[[], None]:
     return train
 
 
-def _cache(core: Any, folder: Path, latents: Any, context: Any) -> tuple[Any, Any]:
+def _cache(core: Any, folder: Path, latents: Any, context: Any) -> Any:
     store, cache = core.data.store, core.data.cache
     encoding = core.data.encodings.pack([[context, {}]])
     store.write(store.path_of(folder, "latents", "aa"), {cache.LATENTS: latents}, {})
     store.write(store.path_of(folder, "text", "bb"), encoding.tensors, {cache.STRUCTURE: encoding.structure})
     entry = cache.CacheEntry("noise", "aa", "bb", tuple(latents.shape), 1)
-    return entry, cache.CacheIndex(folder, (entry,), 1 << 20, "bb")
+    return cache.CacheIndex(folder, (entry,), 1 << 20, "bb")
 
 
 if __name__ == "__main__":

@@ -13,33 +13,11 @@ from lowvram_lora.config import DataConfig, LoraConfig, OptimConfig, SamplerConf
 from lowvram_lora.data.batches import BatchRecipe
 from lowvram_lora.data.cache import CacheIndex, build
 from lowvram_lora.data.scan import scan
-from lowvram_lora.fakes import FakeCodec, FakeTextEncoder
+from lowvram_lora.fakes import FakeCancel, FakeCodec, FakeHardware, FakeTextEncoder
 from lowvram_lora.training.record import RunStore
 from lowvram_lora.training.run import Job
 
 COLOURS = ((200, 30, 30), (30, 200, 30), (30, 30, 200))
-
-
-class NoHardware:
-    """Counts nothing."""
-
-    def sample(self) -> dict[str, int]:
-        """Return one count that stays the same."""
-        return {"ram": 1}
-
-
-class CancelAt:
-    """Presses Cancel at the ``n``-th check; 0 never does."""
-
-    def __init__(self, n: int = 0, error: BaseException | None = None) -> None:
-        self._left = n
-        self._error = error or KeyboardInterrupt()
-
-    def check(self) -> None:
-        """Raise at the chosen check."""
-        self._left -= 1
-        if self._left == 0:
-            raise self._error
 
 
 def cache(folder: Path, captions: tuple[str, ...] = ("a red square", "a green square", "蓝色方块")) -> CacheIndex:
@@ -58,17 +36,19 @@ def config(**changes: Any) -> TrainConfig:
     """Return short-run settings; alpha differs from rank."""
     lora = LoraConfig(rank=4, alpha=7.0, targets=changes.pop("targets", "attention + feed-forward"))
     optim = OptimConfig(learning_rate=changes.pop("learning_rate", 1e-2), schedule="constant")
-    return replace(TrainConfig(steps=3, seed=5, precision="fp32", output_name="tiny", lora=lora, optim=optim), **changes)
+    return replace(
+        TrainConfig(steps=3, seed=5, precision="fp32", output_name="tiny", lora=lora, optim=optim), **changes
+    )
 
 
-def job(folder: Path, denoiser: Any, *, batch_size: int = 1, cancel: CancelAt | None = None, **changes: Any) -> Job:
+def job(folder: Path, denoiser: Any, *, batch_size: int = 1, cancel: FakeCancel | None = None, **changes: Any) -> Job:
     """Return a job whose files all go under ``folder``."""
     return Job(
         denoiser=denoiser,
         recipe=BatchRecipe(cache(folder), SamplerConfig(batch_size=batch_size, seed=1)),
         config=config(**changes),
-        hardware=NoHardware(),
-        cancel=cancel or CancelAt(),
+        hardware=FakeHardware(),
+        cancel=cancel or FakeCancel(),
         loras_root=folder / "loras",
         store=RunStore(folder / "runs"),
     )

@@ -19,6 +19,7 @@ from lowvram_lora.adapters.targets import select
 from lowvram_lora.data.tiers import TieredCache
 from lowvram_lora.errors import DivergedError, PreflightError
 from lowvram_lora.events import Finished, Saved, Stepped
+from lowvram_lora.fakes import FakeCancel
 from lowvram_lora.training import run as run_module
 from lowvram_lora.training.precision import DTYPES
 from lowvram_lora.training.run import Job, attached, run
@@ -141,7 +142,9 @@ def test_captions_stay_with_their_samples(denoiser: Any, tmp_path: Path) -> None
 def test_latents_reach_the_network_scaled(denoiser: Any, tmp_path: Path, monkeypatch: Any) -> None:
     job = jobs.job(tmp_path, denoiser)
     seen: list[torch.Tensor] = []
-    monkeypatch.setattr(type(denoiser), "add_noise", lambda self, latents, noise, sigma: seen.append(latents) or latents)
+    monkeypatch.setattr(
+        type(denoiser), "add_noise", lambda self, latents, noise, sigma: seen.append(latents) or latents
+    )
     next(event for event in run(job) if isinstance(event, Stepped))
     entry = job.recipe.cache.entries[job.recipe.batch(0)[0]]
     raw = TieredCache(job.recipe.cache).latents(entry)
@@ -245,7 +248,7 @@ def test_cancel_leaves_the_host_as_it_was_and_keeps_the_steps_done(
         pass
     before = host_state(model)
     # Two checks a step: before it and before its only batch.
-    job = jobs.job(tmp_path, denoiser, steps=100, cancel=jobs.CancelAt(stop_at))
+    job = jobs.job(tmp_path, denoiser, steps=100, cancel=FakeCancel(stop_at))
     with pytest.raises(KeyboardInterrupt):
         finish(job)
     assert host_state(model) == before
@@ -328,7 +331,9 @@ def test_an_unchanged_job_is_taken_from_disk(denoiser: Any, model: Any, pack: An
     assert not finish(jobs.job(tmp_path, again, steps=4)).reused
 
 
-def test_the_fingerprint_does_not_depend_on_what_is_loaded(denoiser: Any, model: Any, pack: Any, tmp_path: Path) -> None:
+def test_the_fingerprint_does_not_depend_on_what_is_loaded(
+    denoiser: Any, model: Any, pack: Any, tmp_path: Path
+) -> None:
     lora = finish(jobs.job(tmp_path, denoiser)).record.lora
     before = pack.nodes._models.HostDenoiser(model).fingerprint
     with torch.inference_mode():

@@ -1,0 +1,243 @@
+"""A run on the shipped fakes: events, cancel, records, memory, metadata."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from lowvram_lora import fakes
+from lowvram_lora.config import DataConfig, LoraConfig, OptimConfig, SamplerConfig, TrainConfig
+from lowvram_lora.data.batches import BatchRecipe
+from lowvram_lora.data.cache import build
+from lowvram_lora.data.scan import scan
+from lowvram_lora.errors import ConfigError, PreflightError
+from lowvram_lora.events import Finished, Saved, Started, Stepped
+from lowvram_lora.memory.meter import HISTORY_LENGTH, Meter
+from lowvram_lora.memory.summary import describe_memory, efficiency
+from lowvram_lora.training import objective
+from lowvram_lora.training.optim import build_optimizer, build_schedule
+from lowvram_lora.training.precision import resolve
+from lowvram_lora.training.record import RunStore
+from lowvram_lora.training.report import describe_run
+from lowvram_lora.training.run import Job, run
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    pictures = tmp_path / "my photos ü"
+    pictures.mkdir()
+    for number in range(3):
+        Image.new("RGB", (64, 64), (number * 80, 90, 30)).save(pictures / f"{number}.png")
+        (pictures / f"{number}.txt").write_text(f"图 {number}", encoding="utf-8")
+    dataset = scan(DataConfig(folder=str(pictures), resolution=64), [tmp_path])
+    index, _ = build(dataset, fakes.FakeCodec(), fakes.FakeTextEncoder(), tmp_path / "cache", lambda *_: None, 1 << 20)
+    return Job(
+        denoiser=fakes.FakeDenoiser(),
+        recipe=BatchRecipe(index, SamplerConfig(batch_size=2)),
+        config=TrainConfig(
+            steps=4,
+            output_name="sub/größe",
+            lora=LoraConfig(rank=2, alpha=5.0),
+            optim=OptimConfig(learning_rate=0.01),
+        ),
+        hardware=fakes.FakeHardware(),
+        cancel=fakes.FakeCancel(),
+        loras_root=tmp_path / "loras",
+        store=RunStore(tmp_path / "runs"),
+    )
+
+
+def test_events_come_in_order_and_the_file_is_there(job: Job) -> None:
+    events = list(run(job))
+    assert [type(event) for event in events] == [Started, *[Stepped] * 4, Saved, Finished]
+    assert [event.step for event in events if isinstance(event, Stepped)] == [1, 2, 3, 4]
+    assert events[-1].path == job.loras_root / "sub" / "größe.safetensors"
+    assert events[-1].path.is_file()
+    assert len(events[-1].record.losses) == 4
+
+
+def test_training_lowers_the_loss(job: Job) -> None:
+    # The same noise every step, so that only the weights change.
+    config = replace(job.config, steps=60, optim=replace(job.config.optim, schedule="constant", max_grad_norm=0.0))
+    losses = [event.loss for event in run(replace(job, config=config)) if isinstance(event, Stepped)]
+    assert sum(losses[-10:]) < sum(losses[:10])
+
+
+def test_every_adapter_gets_a_gradient(job: Job) -> None:
+    *_, last = run(job)
+    lora = last.record.lora
+    ups = [tensor for key, tensor in lora.items() if key.endswith("lora_up.weight")]
+    assert ups and all(up.abs().max() > 0 and up.isfinite().all() for up in ups)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_schedules_warm_up_and_fall(schedule: Any) -> None:
+    config = OptimConfig(learning_rate=1.0, schedule=schedule, warmup_steps=2)
+    optimizer = build_optimizer([torch.nn.Parameter(torch.ones(2))], config)
+    steps = build_schedule(optimizer, config, steps=10)
+    rates = []
+    for _ in range(10):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        steps.step()
+    assert rates[:3] == [0.0, 0.5, 1.0]
+    assert rates[-1] == 1.0 if schedule == "constant" else rates[-1] < 0.2
+
+
+def test_clipping_bounds_the_update_and_reports_the_norm_before_it(job: Job) -> None:
+    tight = replace(job.config, steps=1, optim=replace(job.config.optim, max_grad_norm=1e-6))
+    loose = replace(tight, optim=replace(tight.optim, max_grad_norm=0.0))
+    runs = [list(run(replace(job, config=config)))[-1].record.lora for config in (tight, loose)]
+    # AdamW's first update does not depend on the gradient's length, so both moved the same way.
+    assert all(torch.equal(runs[0][key].sign(), runs[1][key].sign()) for key in runs[0])
+
+
+def test_a_record_comes_back_as_it_was_and_a_damaged_one_does_not(job: Job) -> None:
+    *_, finished = run(job)
+    record = finished.record
+    found = job.store.find(record.fingerprint)
+    assert found is not None
+    assert replace(found, lora={}) == replace(record, lora={})
+    assert all(torch.equal(found.lora[key], tensor) for key, tensor in record.lora.items())
+    assert job.store.find("another") is None
+    weights = next(job.store.root.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-10])
+    assert job.store.find(record.fingerprint) is None
+    *_, again = run(job)
+    assert not again.reused
+
+
+def test_a_deleted_lora_is_written_again_without_training(job: Job) -> None:
+    *_, first = run(job)
+    first.path.unlink()
+    *_, second = run(job)
+    assert second.reused and second.path == first.path and first.path.is_file()
+
+
+@pytest.mark.parametrize(
+    ("change", "reused"),
+    [
+        ({"vram_budget_gb": 4.0}, True),
+        ({"output_name": "b"}, True),
+        ({"seed": 1}, False),
+        ({"recompute": False}, False),
+    ],
+)
+def test_what_a_run_is_known_by(job: Job, change: dict[str, Any], reused: bool) -> None:
+    list(run(job))
+    *_, last = run(replace(job, config=replace(job.config, **change)))
+    assert last.reused is reused
+
+
+def test_metadata_says_what_the_file_is(job: Job) -> None:
+    *_, finished = run(job)
+    metadata = finished.record.metadata
+    assert metadata["ss_network_dim"] == "2" and metadata["ss_network_alpha"] == "5.0"
+    assert metadata["ss_steps"] == "4" and metadata["ss_num_train_images"] == "3"
+    assert metadata["modelspec.sai_model_spec"] == "1.0.1"
+    assert json.loads(metadata["ss_network_args"]) == {"targets": "attention + feed-forward"}
+
+
+def test_a_cancelled_run_keeps_its_steps_as_a_partial_file(job: Job) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        list(run(replace(job, cancel=fakes.FakeCancel(5))))
+    (path,) = job.loras_root.rglob("*.safetensors")
+    assert path.name == "größe_partial_step00002.safetensors"
+    latest = job.store.latest_memory()
+    assert latest is not None and latest.steps == 2
+    assert not list(job.store.root.glob("*.safetensors"))
+
+
+def test_a_full_disk_at_the_end_names_the_file(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    events = run(job)
+    for event in events:
+        if isinstance(event, Stepped) and event.step == 4:
+            monkeypatch.setattr("lowvram_lora.adapters.file.save_file", full)
+            break
+    with pytest.raises(Exception, match="No space left"):
+        list(events)
+
+
+@pytest.mark.parametrize("name", ["../x", "C:\\x"])
+def test_a_bad_name_is_known_before_step_1(job: Job, name: str) -> None:
+    with pytest.raises(PreflightError, match="output_name"):
+        next(run(replace(job, config=replace(job.config, output_name=name))))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: TrainConfig(steps=0),
+        lambda: LoraConfig(rank=0),
+        lambda: LoraConfig(alpha=math.nan),
+        lambda: OptimConfig(learning_rate=-1.0),
+        lambda: TrainConfig(vram_budget_gb=-1.0),
+        lambda: SamplerConfig(batch_size=0),
+    ],
+)
+def test_settings_outside_their_range_say_what_they_must_be(change: Any) -> None:
+    with pytest.raises(ConfigError, match="must be"):
+        change()
+
+
+def test_a_precision_the_device_lacks_falls_back_with_a_note() -> None:
+    denoiser = fakes.FakeDenoiser()
+    assert resolve("auto", denoiser) == ("fp32", None)
+    assert resolve("bf16", denoiser) == ("bf16", None)
+    denoiser.supports = lambda dtype: dtype is not torch.bfloat16  # type: ignore[method-assign]
+    precision, note = resolve("bf16", denoiser)
+    assert precision == "fp16" and "bf16" in (note or "")
+
+
+def test_noise_depends_on_seed_step_and_batch_only() -> None:
+    def draw(*where: int) -> list[float]:
+        return torch.randn(4, generator=objective.generator_for(*where)).tolist()
+
+    assert draw(1, 2, 3) == draw(1, 2, 3)
+    assert len({tuple(draw(*where)) for where in [(1, 2, 3), (2, 2, 3), (1, 3, 3), (1, 2, 4), (12, 3, 0)]}) == 5
+
+
+def test_sigmas_come_from_the_models_table_and_stay_above_the_floor() -> None:
+    table = torch.linspace(0.0, 1.0, 11)
+    drawn = objective.draw_sigmas(table, 500, torch.Generator().manual_seed(0))
+    assert drawn.min() == pytest.approx(objective.MIN_SIGMA)
+    assert set(drawn.tolist()) <= {*table.tolist(), drawn.min().item()}
+    assert len(drawn.unique()) == 11
+
+
+def test_the_meter_keeps_peaks_and_a_bounded_history() -> None:
+    meter = Meter(fakes.FakeHardware())
+    for _ in range(5000):
+        meter.sample()
+    record = meter.record("x")
+    assert record.peak == {"ram": 5000} and record.average == {"ram": 2500} and record.steps == 5000
+    assert 2 <= len(record.history) <= HISTORY_LENGTH
+    counts = [sample["ram"] for sample in record.history]
+    assert counts == sorted(counts) and counts[-1] > 4900
+
+
+def test_memory_in_words(job: Job) -> None:
+    assert "No training run" in describe_memory(None, {"ram": 1 << 30})
+    list(run(job))
+    text = describe_memory(job.store.latest_memory(), {"ram": 1 << 30, "device_allocated": 3, "device_reserved": 4})
+    assert "1.00 GiB" in text and "größe" in text and "peak" in text and "average" in text
+    assert efficiency({"device_allocated": 3, "device_reserved": 4}) == 0.75
+    assert efficiency({"ram": 3}) is None
+
+
+def test_the_report_says_what_is_not_yet_enforced(job: Job) -> None:
+    *_, finished = run(job)
+    text = describe_run(finished.record, finished.path, job.config, ("a note",), reused=False)
+    assert "not yet enforced" in text and str(finished.path) in text and "a note" in text
+    again = describe_run(finished.record, finished.path, job.config, (), reused=True)
+    assert "no step was run" in again
