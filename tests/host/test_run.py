@@ -11,7 +11,7 @@ import safetensors
 from PIL import Image
 
 from tests.harness import graph
-from tests.harness.host import Event, HostProcess, executed_nodes, texts
+from tests.harness.host import Event, HostInterruptError, HostProcess, executed_nodes, texts
 
 STEPS = 3
 
@@ -96,3 +96,24 @@ def test_unchanged_graph_trains_nothing_after_a_restart(
     assert lora_files(host) == before
     ours, again = (picture(host, run, graph.SAVE_LORA_IMAGE) for run in (first_run, entry))
     assert (ours == again).all()
+
+
+def test_cancelled_run_is_not_taken_for_a_finished_one(host: HostProcess, checkpoint: Path, dataset: str) -> None:
+    options = graph.GraphOptions(
+        checkpoint=checkpoint.name, folder=dataset, steps=10, resolution=128, rank=4, output_name="cancelled"
+    )
+    prompt = graph.training(options)
+
+    def cancel_at_second_step(event: Event) -> None:
+        step = event["data"] if event["type"] == "progress" else {}
+        if step.get("node") == graph.TRAIN and step["value"] == 2:
+            host.interrupt()
+
+    with pytest.raises(HostInterruptError) as cancelled:
+        host.run(prompt, on_event=cancel_at_second_step)
+    assert cancelled.value.node_id == graph.TRAIN
+    assert "cancelled.safetensors" not in lora_files(host)
+
+    entry = host.run(prompt)
+    assert graph.TRAIN in executed_nodes(entry, prompt)
+    assert "cancelled.safetensors" in lora_files(host)
