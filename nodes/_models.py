@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..lowvram_lora.data.encodings import Encoding, pack, unpack
+from ..lowvram_lora.memory.scratch import ScratchPool
 from ..lowvram_lora.ports import Weights
 
 SAMPLES_PER_TENSOR = 64
@@ -57,12 +58,22 @@ class HostClip:
 class HostWeights:
     """The host's own way to a layer's weight: cast, moved, dequantised and patched for one use."""
 
+    def __init__(self) -> None:
+        self._scratch = ScratchPool()
+
     @contextmanager
     def fetch(self, module: Any, like: Tensor) -> Iterator[Weights]:
         """Yield the weights of ``module`` where and as ``like`` is. Raises the host's interrupt on Cancel."""
         comfy.model_management.throw_exception_if_processing_interrupted()
         if not hasattr(module, "weight_function"):
             yield _plain_weights(module, like)
+            return
+        if _is_plain_cast(module, like):
+            weight, buffer = self._scratch.lend(module.weight, like.dtype)
+            try:
+                yield Weights(weight, None if module.bias is None else module.bias.to(like.dtype), True)
+            finally:
+                self._scratch.take_back(buffer)
             return
         # The host casts in inference mode always; its patches write into tensors that were made there.
         with torch.inference_mode():
@@ -74,6 +85,18 @@ class HostWeights:
             yield Weights(weight, bias, like.device.type == "cpu" or weight is module.weight)
         finally:
             comfy.ops.uncast_bias_weight(module, weight, bias, stream)
+
+
+def _is_plain_cast(module: Any, like: Tensor) -> bool:
+    """Return whether all the host would do is change the dtype, on the CPU, where new memory is slow to come by."""
+    weight = module.weight
+    return (
+        like.device.type == "cpu"
+        and type(weight) in (Tensor, nn.Parameter)
+        and weight.device.type == "cpu"
+        and weight.dtype != like.dtype
+        and not (module.weight_function or module.bias_function)
+    )
 
 
 def _plain_weights(module: Any, like: Tensor) -> Weights:

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import LoraConfig
-from ..memory.frozen import frozen_forward, is_linear
-from ..ports import WeightSource
+from ..memory.frozen import BlockMemory, frozen_forward, is_linear
 
 _ADAPTER = "default"
 _CONVS: dict[int, type[nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -61,7 +60,7 @@ def build(layers: dict[str, nn.Module], config: LoraConfig, seed: int, device: t
 
 
 def adapted_forwards(
-    layers: dict[str, nn.Module], adapters: Adapters, source: WeightSource
+    layers: dict[str, nn.Module], adapters: Adapters, source: BlockMemory
 ) -> Iterable[tuple[nn.Module, Callable[..., Any]]]:
     """Yield every adapted layer with the forward that adds its adapter to the frozen base."""
     for path, module in layers.items():

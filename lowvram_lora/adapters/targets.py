@@ -14,6 +14,7 @@ _ATTENTION = re.compile(r"(^|\.)\w*att(n|ention)\w*\.|(^|\.)single_blocks\.\d+\.
 _FEED_FORWARD = re.compile(r"(^|\.)(ff\w*|\w*mlp\w*|feed_forward)\.")
 # Timestep and text embedders hold small MLPs that belong to no transformer block.
 _EMBEDDER = re.compile(r"(^|\.)\w*embed\w*\.")
+MIN_CONV_CHANNELS = 32
 
 
 def select(network: nn.Module, targets: Targets) -> dict[str, nn.Module]:
@@ -43,8 +44,14 @@ def _matches(path: str, module: nn.Module, targets: Targets) -> bool:
 
 
 def _is_adaptable_conv(module: Any) -> bool:
-    """PEFT's convolution adapter knows no groups, dilation or transposition."""
+    """PEFT's convolution adapter knows no groups, dilation or transposition.
+
+    The first and the last convolution only translate between latents and features, with too few channels for any
+    usual rank; kohya leaves them out too.
+    """
     if not is_conv(module) or why_not(module) or module.transposed:
+        return False
+    if min(module.in_channels, module.out_channels) < MIN_CONV_CHANNELS:
         return False
     return bool(module.groups == 1 and all(step == 1 for step in module.dilation))
 

@@ -6,8 +6,10 @@ a quantised tensor, a tensor made in inference mode, which autograd refuses to s
 itself is ever computed.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -49,7 +51,7 @@ def why_not(module: nn.Module) -> str | None:
 
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, module: nn.Module, source: WeightSource) -> Tensor:
+    def forward(ctx: Any, x: Tensor, module: nn.Module, source: BlockMemory) -> Tensor:
         ctx.module, ctx.source = module, source
         with source.fetch(module, x) as (weight, bias, _):
             # The result must own its storage: F.linear's is a view for 3-D input, and the Flux family adds to it
@@ -71,10 +73,14 @@ class _FrozenLinear(torch.autograd.Function):
 
 class _FrozenConv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, module: nn.Module, source: WeightSource) -> Tensor:
+    def forward(ctx: Any, x: Tensor, module: nn.Module, source: BlockMemory) -> Tensor:
         ctx.module, ctx.source, ctx.shape = module, source, x.shape
-        with source.fetch(module, x) as (weight, bias, _):
-            return torch.convolution(x, weight, bias, **_geometry(module))
+
+        def convolve() -> Tensor:
+            with source.fetch(module, x) as (weight, bias, _):
+                return torch.convolution(x, weight, bias, **_geometry(module))
+
+        return source.convolved(convolve)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -99,7 +105,7 @@ def _geometry(module: Any) -> dict[str, Any]:
     }
 
 
-def frozen_forward(module: nn.Module, source: WeightSource) -> Callable[[Tensor], Tensor]:
+def frozen_forward(module: nn.Module, source: BlockMemory) -> Callable[[Tensor], Tensor]:
     """Return a forward for ``module`` that computes what its own does and keeps no weight."""
     function = _FrozenLinear if is_linear(module) else _FrozenConv
 
@@ -110,43 +116,72 @@ def frozen_forward(module: nn.Module, source: WeightSource) -> Callable[[Tensor]
     return forward
 
 
-class HeldWeights:
-    """A source that, inside ``hold()``, keeps what it fetched, so that a recomputed block reads its weights once.
+class BlockMemory:
+    """A source of weights that knows when a block runs for the second time.
 
-    Only weights that the source calls stable are kept; a block's backward pass follows its recompute at once, so at
-    most one block's weights are held.
+    A recomputed block is followed at once by its backward pass, so inside ``replaying`` what was fetched is held and
+    read once for both. And the outputs of convolutions are kept from the first run: they are small for the work they
+    take, and with them no convolution runs twice.
+
+    Attributes:
+        is_fetching: the source is handing out or taking back, and may write into memory of its own.
     """
 
     def __init__(self, source: WeightSource) -> None:
+        self.is_fetching = False
         self._source = source
         self._held: dict[tuple[nn.Module, torch.dtype], Weights] | None = None
+        self._undo = ExitStack()
+        self._recorded: list[Tensor] | None = None
+        self._replayed: Iterator[Tensor] | None = None
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Keep stable weights until the context ends."""
-        before, self._held = self._held, {}
+    def recording(self, outputs: list[Tensor]) -> Iterator[None]:
+        """Append every convolution's output to ``outputs`` until the context ends."""
+        self._recorded = outputs
         try:
             yield
         finally:
-            self._held = before
-
-    def fetch(self, module: nn.Module, like: Tensor) -> AbstractContextManager[Weights]:
-        """Return the held weights of ``module``, or fetch them."""
-        if self._held is None:
-            return self._source.fetch(module, like)
-        return self._fetch_and_hold(module, like)
+            self._recorded = None
 
     @contextmanager
-    def _fetch_and_hold(self, module: nn.Module, like: Tensor) -> Iterator[Weights]:
-        held, key = self._held, (module, like.dtype)
-        found = held.get(key) if held is not None else None
+    def replaying(self, outputs: list[Tensor]) -> Iterator[None]:
+        """Hold weights, and answer convolutions with ``outputs``, as recorded, until the context ends."""
+        self._held, self._replayed = {}, iter(outputs)
+        try:
+            with ExitStack() as self._undo:
+                yield
+        finally:
+            self._held = self._replayed = None
+
+    @contextmanager
+    def fetch(self, module: nn.Module, like: Tensor) -> Iterator[Weights]:
+        """Yield the held weights of ``module``, or fetch them."""
+        found = None if self._held is None else self._held.get((module, like.dtype))
         if found is not None:
             yield found
             return
-        with self._source.fetch(module, like) as weights:
-            if held is not None and weights.stable:
-                held[key] = weights
+        with ExitStack() as context:
+            self.is_fetching = True
+            context.callback(setattr, self, "is_fetching", False)
+            weights = context.enter_context(self._source.fetch(module, like))
+            context.callback(setattr, self, "is_fetching", True)
+            self.is_fetching = False
+            if self._held is not None and weights.stable:
+                self._held[module, like.dtype] = weights
+                # The source gets its weights back when the block is done with them.
+                self._undo.push(context.pop_all())
             yield weights
+
+    def convolved(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Return a convolution's output: the recorded one, or that of ``compute``."""
+        recorded = next(self._replayed, None) if self._replayed is not None else None
+        if recorded is not None:
+            return recorded
+        out = compute()
+        if self._recorded is not None:
+            self._recorded.append(out)
+        return out
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import UnsupportedModelError
-from .frozen import HeldWeights, is_matrix
+from .frozen import BlockMemory, is_matrix
 
 # Methods that end like in-place ones and write nothing.
 _HARMLESS = ("requires_grad_", "detach_")
@@ -25,14 +25,16 @@ _HARMLESS = ("requires_grad_", "detach_")
 class _InPlaceWatch(TorchFunctionMode):
     """Notices a call that writes into a tensor: ``x += y``, ``x.mul_(y)``, ``x[0] = y``."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: BlockMemory) -> None:
         super().__init__()
         self.seen = False
+        self._memory = memory
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         is_method = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
-        self.seen = self.seen or is_method or name == "__setitem__"
+        if (is_method or name == "__setitem__") and not self._memory.is_fetching:
+            self.seen = True
         return func(*args, **(kwargs or {}))
 
 
@@ -69,7 +71,7 @@ class RecomputedBlock:
     Attributes:
         name: the block's path, for errors.
         forward: the block's own forward.
-        held: the source its frozen layers fetch from.
+        memory: the source its frozen layers fetch from.
         anchor: a tensor that requires a gradient, so that a block whose inputs need none is still run backward.
         trains: whether the block holds adapters; one that holds none and gets no gradient has no backward at all.
         wanted: whether the user wants recompute. Without it only blocks that write in place are recomputed: autograd
@@ -79,7 +81,7 @@ class RecomputedBlock:
 
     name: str
     forward: Callable[..., Any]
-    held: HeldWeights
+    memory: BlockMemory
     anchor: Tensor
     trains: bool
     wanted: bool
@@ -108,7 +110,7 @@ class RecomputedBlock:
         assumed = self.writes_in_place is not False
         if assumed:
             args, kwargs = _copied(args), _copied(kwargs)
-        with _InPlaceWatch() as watch:
+        with _InPlaceWatch(self.memory) as watch:
             result = self.forward(*args, **kwargs)
         if watch.seen and not assumed:
             raise UnsupportedModelError(
@@ -126,6 +128,7 @@ class _Call:
     block: RecomputedBlock
     template: Any
     out_template: Any = None
+    convolved: list[Tensor] = dataclasses.field(default_factory=list)
 
     def run(self, leaves: list[Tensor]) -> tuple[Tensor, ...]:
         args, kwargs = _rebuild(self.template, leaves)
@@ -137,7 +140,10 @@ class _Call:
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, anchor: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-        out = call.run(list(leaves))
+        with call.block.memory.recording(call.convolved):
+            out = call.run(list(leaves))
+        if call.block.writes_in_place:
+            call.convolved.clear()
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*leaves)
@@ -148,11 +154,12 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         leaves = [leaf.detach().requires_grad_() for leaf in ctx.saved_tensors]
-        block = ctx.call.block
-        protected = torch.autograd.graph.allow_mutation_on_saved_tensors() if block.writes_in_place else nullcontext()
-        with block.held.hold(), protected:
+        call: _Call = ctx.call
+        in_place = call.block.writes_in_place
+        protected = torch.autograd.graph.allow_mutation_on_saved_tensors() if in_place else nullcontext()
+        with call.block.memory.replaying(call.convolved), protected:
             with torch.enable_grad():
-                out = ctx.call.run(list(leaves))
+                out = call.run(list(leaves))
             pairs = [(o, g) for o, g in zip(out, grads, strict=True) if o.requires_grad and g is not None]
             if pairs:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
@@ -209,7 +216,7 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def recomputed(
-    network: nn.Module, held: HeldWeights, device: torch.device, trained: Collection[str], wanted: bool = True
+    network: nn.Module, memory: BlockMemory, device: torch.device, trained: Collection[str], wanted: bool = True
 ) -> Iterator[tuple[nn.Module, RecomputedBlock]]:
     """Yield every block of ``network`` with its stand-in.
 
@@ -217,10 +224,11 @@ def recomputed(
         trained: paths of the adapted layers.
         wanted: as in ``RecomputedBlock``.
     """
-    anchor = torch.zeros((), device=device, requires_grad=True)
+    shared: dict[str, Any] = {
+        "memory": memory,
+        "anchor": torch.zeros((), device=device, requires_grad=True),
+        "wanted": wanted,
+    }
     for path, block in find_blocks(network).items():
         trains = any(layer.startswith(f"{path}.") for layer in trained)
-        yield (
-            block,
-            RecomputedBlock(name=path, forward=block.forward, held=held, anchor=anchor, trains=trains, wanted=wanted),
-        )
+        yield block, RecomputedBlock(name=path, forward=block.forward, trains=trains, **shared)

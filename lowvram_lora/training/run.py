@@ -24,7 +24,7 @@ from ..data.batches import BatchRecipe
 from ..data.tiers import TieredCache
 from ..errors import DivergedError
 from ..events import Event, Finished, Saved, Started, Stepped
-from ..memory.frozen import HeldWeights, frozen, frozen_forward, matrices, usable_parameters
+from ..memory.frozen import BlockMemory, frozen, frozen_forward, matrices, usable_parameters
 from ..memory.meter import Meter
 from ..memory.recompute import recomputed
 from ..ports import Cancel, Denoiser, Hardware
@@ -168,14 +168,14 @@ def attached(
     denoiser: Denoiser, layers: dict[str, nn.Module], adapters: Adapters, dtype: torch.dtype, recompute: bool
 ) -> Iterator[None]:
     """Hold the host's network in a state fit for training; every module is as before on every way out."""
-    network, held = denoiser.network, HeldWeights(denoiser.weights)
+    network, memory = denoiser.network, BlockMemory(denoiser.weights)
     with ExitStack() as undo:
         undo.enter_context(denoiser.training(dtype))
         undo.enter_context(usable_parameters(network, dtype, denoiser.device))
-        forwards = {module: frozen_forward(module, held) for _, module in matrices(network)}
-        forwards.update(adapted_forwards(layers, adapters, held))
+        forwards = {module: frozen_forward(module, memory) for _, module in matrices(network)}
+        forwards.update(adapted_forwards(layers, adapters, memory))
         undo.enter_context(frozen(forwards))
-        undo.enter_context(frozen(dict(recomputed(network, held, denoiser.device, layers, wanted=recompute))))
+        undo.enter_context(frozen(dict(recomputed(network, memory, denoiser.device, layers, wanted=recompute))))
         yield
 
 

@@ -171,8 +171,6 @@ def prepare_native(model: Any, options: argparse.Namespace) -> Callable[[], None
     values = {
         **defaults,
         "model": model,
-        "latents": {"samples": latents},
-        "positive": [[context, {}]],
         "steps": options.steps,
         "rank": RANK,
         "training_dtype": "bf16",
@@ -180,8 +178,10 @@ def prepare_native(model: Any, options: argparse.Namespace) -> Callable[[], None
         "existing_lora": "[None]",
         **({"bypass_mode": True, "checkpoint_depth": 3} if options.bypass else {}),
     }
-    # The node takes every input as a list.
-    return lambda: TrainLoraNode.execute(**{name: [value] for name, value in values.items()}) and None
+    # The node takes every input as a list; 0.3.75 fails on a single latent, so the sample is there twice.
+    inputs = {name: [value] for name, value in values.items()}
+    inputs["latents"], inputs["positive"] = [{"samples": latents}] * 2, [[[context, {}]]] * 2
+    return lambda: TrainLoraNode.execute(**inputs) and None
 
 
 def prepare_ours(model: Any, options: argparse.Namespace) -> Callable[[], None]:

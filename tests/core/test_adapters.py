@@ -19,6 +19,7 @@ from lowvram_lora.adapters.targets import rank_limit, select
 from lowvram_lora.config import LoraConfig
 from lowvram_lora.errors import NothingToTrainError, PathError
 from lowvram_lora.fakes import FakeNetwork, FakeWeights
+from lowvram_lora.memory.frozen import BlockMemory
 
 CPU = torch.device("cpu")
 
@@ -164,7 +165,7 @@ def test_our_arithmetic_is_pefts(layer: Any) -> None:
     up = peft_layer.lora_B["default"].weight
     up.data = torch.randn(up.shape, dtype=torch.float64)
     peft_layer.base_layer.forward = layer.forward
-    ((_, forward),) = adapted_forwards({"x": layer}, adapters, FakeWeights())
+    ((_, forward),) = adapted_forwards({"x": layer}, adapters, BlockMemory(FakeWeights()))
     shape = (2, 4, 6) if isinstance(layer, nn.Linear) else (2, 3, 8, 8)
     x = torch.randn(shape, dtype=torch.float64)
     results = []

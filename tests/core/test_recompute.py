@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 
 from lowvram_lora.errors import UnsupportedModelError
 from lowvram_lora.fakes import FakeNetwork, FakeWeights
-from lowvram_lora.memory.frozen import HeldWeights, frozen, frozen_forward, matrices
+from lowvram_lora.memory.frozen import BlockMemory, frozen, frozen_forward, matrices
 from lowvram_lora.memory.recompute import find_blocks, recomputed
+from lowvram_lora.ports import Weights
 
 CPU = torch.device("cpu")
 
@@ -73,7 +75,7 @@ def leaves() -> list[Tensor]:
     return [t.requires_grad_() for t in (*drawn, torch.randn(2, 1, 3, generator=generator, dtype=torch.float64))]
 
 
-def gradients(network: nn.Module, recompute: bool, held: HeldWeights) -> tuple[Tensor, list[Tensor | None]]:
+def gradients(network: nn.Module, recompute: bool, held: BlockMemory) -> tuple[Tensor, list[Tensor | None]]:
     inputs = leaves()
     with ExitStack() as undo:
         undo.enter_context(frozen({m: frozen_forward(m, held) for _, m in matrices(network)}))
@@ -94,7 +96,7 @@ def test_in_place_blocks_give_the_gradients_of_plain_autograd(recompute: bool) -
     inputs = leaves()
     expected = reference(*inputs)
     expected.backward()
-    loss, found = gradients(network, recompute, HeldWeights(FakeWeights()))
+    loss, found = gradients(network, recompute, BlockMemory(FakeWeights()))
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-13, atol=1e-13)
     for gradient, leaf in zip(found, inputs, strict=True):
         torch.testing.assert_close(gradient, leaf.grad, rtol=1e-12, atol=1e-12)
@@ -106,7 +108,7 @@ def test_a_recomputed_block_reads_its_weights_once_for_recompute_and_backward() 
     counts = {}
     for recompute in (False, True):
         source = FakeWeights()
-        gradients(network, recompute, HeldWeights(source))
+        gradients(network, recompute, BlockMemory(source))
         counts[recompute] = source.fetched[network.double_blocks[1].a]
     assert counts == {False: 2, True: 2}
 
@@ -125,7 +127,7 @@ class Fickle(TwoStreams):
 
 def test_a_block_that_starts_to_write_later_is_refused_by_name() -> None:
     network = Network(Fickle).double().requires_grad_(False)
-    held = HeldWeights(FakeWeights())
+    held = BlockMemory(FakeWeights())
     with frozen(dict(recomputed(network, held, CPU, []))):
         network(*leaves()).backward()
         with pytest.raises(UnsupportedModelError, match=r"double_blocks\.\d"):
@@ -157,9 +159,58 @@ def test_a_frozen_layer_is_the_layer(layer: Any) -> None:
     shape = (2, 3, 5) if isinstance(layer, nn.Linear) else (2, 4, *[7] * len(layer.kernel_size))
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     y = x.detach().clone().requires_grad_()
-    out, expected = frozen_forward(layer, FakeWeights())(x), layer(y)
+    out, expected = frozen_forward(layer, BlockMemory(FakeWeights()))(x), layer(y)
     torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-13)
     out.square().sum().backward()
     expected.square().sum().backward()
     torch.testing.assert_close(x.grad, y.grad, rtol=1e-12, atol=1e-12)
     assert not out._is_view()
+
+
+class _Convolutions(nn.Module):
+    """Two convolutions, the second on what the first gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(torch.sin(x))))
+
+
+class ScratchWeights(FakeWeights):
+    """Lends weights in memory that it writes over when it gets them back, as a cast's scratch memory is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lent: list[Tensor] = []
+
+    @contextmanager
+    def fetch(self, module: Any, like: Tensor) -> Iterator[Weights]:
+        weight = torch.empty_like(module.weight)
+        weight.copy_(module.weight)
+        self.fetched[module] += 1
+        self.lent.append(weight)
+        yield Weights(weight, module.bias, True)
+        self.lent.pop()
+        weight.fill_(torch.nan)
+
+
+def test_no_convolution_runs_twice_and_lent_weights_go_back() -> None:
+    torch.manual_seed(1)
+    network = nn.ModuleList([_Convolutions(), _Convolutions()]).double().requires_grad_(False)
+    x = torch.randn(1, 4, 6, 6, dtype=torch.float64).requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    network[1](network[0](y)).square().sum().backward()
+    source = ScratchWeights()
+    memory = BlockMemory(source)
+    with ExitStack() as undo:
+        undo.enter_context(frozen({m: frozen_forward(m, memory) for _, m in matrices(network)}))
+        undo.enter_context(frozen(dict(recomputed(network, memory, CPU, []))))
+        for _ in range(2):
+            x.grad = None
+            network[1](network[0](x)).square().sum().backward()
+            torch.testing.assert_close(x.grad, y.grad, rtol=1e-12, atol=1e-12)
+    # Forward and input gradient, in each of two steps; the recompute reads none.
+    assert set(source.fetched.values()) == {4}
+    assert source.lent == []

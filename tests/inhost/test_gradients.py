@@ -14,7 +14,7 @@ from torch import nn
 from lowvram_lora.adapters.attach import Adapters, adapted_forwards, build
 from lowvram_lora.adapters.targets import select
 from lowvram_lora.config import LoraConfig, Targets
-from lowvram_lora.memory.frozen import HeldWeights, frozen, frozen_forward, matrices, usable_parameters
+from lowvram_lora.memory.frozen import BlockMemory, frozen, frozen_forward, matrices, usable_parameters
 from lowvram_lora.memory.recompute import recomputed
 
 DTYPE = torch.float64
@@ -43,7 +43,7 @@ def ours(targets: Targets, recompute: bool, source: Any) -> tuple[torch.Tensor, 
     network = tiny.sd15().model.diffusion_model
     layers = select(network, targets)
     adapters = adapters_for(layers, targets)
-    held = HeldWeights(source)
+    held = BlockMemory(source)
     with ExitStack() as undo:
         undo.enter_context(usable_parameters(network, DTYPE, tiny.CPU))
         forwards = {module: frozen_forward(module, held) for _, module in matrices(network)}
