@@ -3,11 +3,12 @@
     LowVramLoraError
     ├── ConfigError            field, value, expected
     ├── PathError              path, reason: a file or folder that can't be used
-    ├── DatasetError           problems: what was found in the folder instead of usable images
+    ├── ListedProblemsError    problems: all of them, not only the first
+    │   ├── DatasetError       what was found in the folder instead of usable images
+    │   └── PreflightError     everything found wrong before step 1
     ├── CacheMissError         name: a cached encoding that is gone from disk
-    ├── UnsupportedModelError  what: a part of MODEL, CLIP or VAE that can't be trained with
+    ├── UnsupportedModelError  what, remedy: a part of MODEL, CLIP or VAE that can't be trained with
     ├── NothingToTrainError    targets: a preset that matched no layer
-    ├── PreflightError         problems: everything found wrong before step 1, at once
     └── DivergedError          step, loss, kept: training stopped on a loss that is not a number
 
 A message says what happened, the value, what was expected and what to do; the fields carry the same as data.

@@ -35,7 +35,6 @@ class Saved:
 
     path: Path
     steps: int
-    is_partial: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,7 +82,7 @@ class Denoiser(Protocol):
 
     @property
     def base_name(self) -> str:
-        """The base in the words of file metadata, e.g. ``sd_1.5``."""
+        """The base in the words of file metadata, e.g. ``sd_v1``."""
         ...
 
     @property

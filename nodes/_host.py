@@ -1,4 +1,7 @@
-"""Services of the host: folders, progress, interrupt, memory. With ``_models.py`` the only host imports."""
+"""Services of the host: folders, progress, interrupt, memory.
+
+This file and ``_models.py`` are the only ones that use the host beyond its public node API.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import comfy.model_management
 import comfy.utils
 import folder_paths
 import torch
-from comfy_api.latest import io
+from comfy_api.latest import io, ui
 
 from ..lowvram_lora.training.record import RunStore
 
@@ -85,6 +88,13 @@ def _send_text(text: str, node_id: str) -> None:
     instance = getattr(server.PromptServer, "instance", None)
     if instance is not None:
         instance.send_progress_text(text, node_id)
+
+
+def reported(*values: Any, report: str, node_id: str | None) -> io.NodeOutput:
+    """Return a node's outputs with ``report`` as the last; show it on the node and keep it in the history."""
+    if node_id is not None:
+        _send_text(report, node_id)
+    return io.NodeOutput(*values, report, ui=ui.PreviewText(report))
 
 
 @contextmanager

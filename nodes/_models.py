@@ -1,4 +1,4 @@
-"""The host's MODEL, CLIP and VAE as the core's ports. With ``_host.py`` the only host imports."""
+"""The host's MODEL, CLIP and VAE as the core's ports."""
 
 from __future__ import annotations
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
 from ..lowvram_lora.config import CacheConfig
 from ..lowvram_lora.data.cache import build, generation, num_steps
 from ..lowvram_lora.data.scan import Dataset
 from ..lowvram_lora.errors import LowVramLoraError, UnsupportedModelError
 from ..lowvram_lora.units import MIB
-from ._host import Progress, cache_root, schema
+from ._host import Progress, cache_root, reported, schema
 from ._models import HostClip, HostVae
 
 DEFAULTS = {field.name: field.default for field in fields(CacheConfig)}
@@ -79,7 +79,7 @@ class BuildTieredCache(io.ComfyNode):
             lambda done, _total, text: progress.update(done, text),
             config.ram_cache_mb * MIB,
         )
-        return io.NodeOutput(index, str(built), ui=ui.PreviewText(str(built)))
+        return reported(index, report=str(built), node_id=cls.hidden.unique_id)
 
 
 def _required(part: Any, name: str) -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
 from ..lowvram_lora.config import ComplexityConfig
 from ..lowvram_lora.data.complexity import report, score
 from ..lowvram_lora.data.scan import Dataset
-from ._host import schema
+from ._host import reported, schema
 
 DEFAULTS = {field.name: field.default for field in fields(ComplexityConfig)}
 DatasetType = io.Custom("LOWVRAM_DATASET")
@@ -49,6 +49,7 @@ class ScoreComplexity(io.ComfyNode):
                 DatasetType.Output("scored", display_name="dataset"),
                 io.String.Output("report", display_name="report"),
             ],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -56,4 +57,4 @@ class ScoreComplexity(io.ComfyNode):
         """Score every sample."""
         scored = score(dataset, ComplexityConfig(image_weight=image_weight, text_weight=text_weight))
         text = report(scored)
-        return io.NodeOutput(scored, text, ui=ui.PreviewText(text))
+        return reported(scored, report=text, node_id=cls.hidden.unique_id)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
 from ..lowvram_lora.config import DataConfig
 from ..lowvram_lora.data.scan import folder_fingerprint, report, scan
 from ..lowvram_lora.errors import LowVramLoraError
-from ._host import dataset_roots, schema
+from ._host import dataset_roots, reported, schema
 
 DEFAULTS = {field.name: field.default for field in fields(DataConfig)}
 DatasetType = io.Custom("LOWVRAM_DATASET")
@@ -73,6 +73,7 @@ class LoadDataset(io.ComfyNode):
                 DatasetType.Output("dataset", display_name="dataset"),
                 io.String.Output("report", display_name="report"),
             ],
+            hidden=[io.Hidden.unique_id],
             is_output_node=True,
         )
 
@@ -92,4 +93,4 @@ class LoadDataset(io.ComfyNode):
         """Scan the folder."""
         dataset = scan(DataConfig(**widgets), dataset_roots())
         text = report(dataset)
-        return io.NodeOutput(dataset, text, ui=ui.PreviewText(text))
+        return reported(dataset, report=text, node_id=cls.hidden.unique_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
 from ..lowvram_lora.memory.summary import describe_memory
 from . import _host
@@ -21,9 +21,13 @@ class VramMonitor(io.ComfyNode):
             display_name="VRAM Monitor",
             category="training/low-VRAM LoRA",
             description="Shows memory now and over the last training run. Put it after LoRA Train (low-VRAM).",
+            hidden=[io.Hidden.unique_id],
             is_output_node=True,
             inputs=[io.AnyType.Input("value", optional=True)],
-            outputs=[io.AnyType.Output("value_out", display_name="value"), io.String.Output("report")],
+            outputs=[
+                io.AnyType.Output("value_out", display_name="value"),
+                io.String.Output("report", display_name="report"),
+            ],
         )
 
     @classmethod
@@ -31,4 +35,4 @@ class VramMonitor(io.ComfyNode):
         """Return ``value`` untouched, and the report."""
         now = _host.ProcessHardware(_host.compute_device()).sample()
         report = describe_memory(_host.run_store().latest_memory(), now)
-        return io.NodeOutput(value, report, ui=ui.PreviewText(report))
+        return _host.reported(value, report=report, node_id=cls.hidden.unique_id)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
 from ..lowvram_lora.config import MAX_SEED, SamplerConfig, Strategy
 from ..lowvram_lora.data.batches import BatchRecipe
 from ..lowvram_lora.data.cache import CacheIndex
-from ._host import schema
+from ._host import reported, schema
 
 DEFAULTS = {field.name: field.default for field in fields(SamplerConfig)}
 
@@ -53,10 +53,11 @@ class SparseBatchSampler(io.ComfyNode):
                 io.Custom("LOWVRAM_BATCHES").Output("batches", display_name="batches"),
                 io.String.Output("report", display_name="report"),
             ],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
     def execute(cls, cache: CacheIndex, batch_size: int, strategy: Strategy, seed: int) -> io.NodeOutput:
         """Make the recipe."""
         recipe = BatchRecipe(cache, SamplerConfig(batch_size=batch_size, strategy=strategy, seed=seed))
-        return io.NodeOutput(recipe, recipe.report(), ui=ui.PreviewText(recipe.report()))
+        return reported(recipe, report=recipe.report(), node_id=cls.hidden.unique_id)

@@ -7,7 +7,7 @@ import logging
 from contextlib import closing
 from typing import Any, get_args
 
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
 from ..lowvram_lora import config as cfg
 from ..lowvram_lora.events import Finished, Started, Stepped
@@ -60,9 +60,8 @@ class LoraTrain(io.ComfyNode):
             finished, notes = _follow(job, _host.Progress(config.steps, cls.hidden.unique_id))
         record = finished.record
         report = describe_run(record, finished.path, config, notes, finished.reused)
-        losses = {"loss": list(record.losses)}
-        outputs = (with_lora(model, record.lora), record.lora, losses, report)
-        return io.NodeOutput(*outputs, ui=ui.PreviewText(report))
+        outputs = with_lora(model, record.lora), record.lora, {"loss": list(record.losses)}
+        return _host.reported(*outputs, report=report, node_id=cls.hidden.unique_id)
 
 
 def _follow(job: Job, progress: _host.Progress) -> tuple[Finished, tuple[str, ...]]:
@@ -105,11 +104,19 @@ def _picked(widgets: dict[str, Any], settings: type) -> dict[str, Any]:
 
 def _main_inputs() -> list[Any]:
     return [
-        io.Model.Input("model"),
-        io.Custom("LOWVRAM_BATCHES").Input("batches"),
-        io.Int.Input("steps", default=_TRAIN.steps, min=1, max=1_000_000),
-        io.Float.Input("learning_rate", default=_OPTIM.learning_rate, min=1e-9, max=1e9, step=1e-6, round=False),
-        io.Int.Input("rank", default=_LORA.rank, min=1, max=4096),
+        io.Model.Input("model", tooltip="The loaded checkpoint to train on; it is left as it is."),
+        io.Custom("LOWVRAM_BATCHES").Input("batches", tooltip="From Sparse Batch Sampler."),
+        io.Int.Input("steps", default=_TRAIN.steps, min=1, max=1_000_000, tooltip="Updates of the LoRA in all."),
+        io.Float.Input(
+            "learning_rate",
+            default=_OPTIM.learning_rate,
+            min=1e-9,
+            max=1e9,
+            step=1e-6,
+            round=False,
+            tooltip="How far each step goes. Too high and training falls apart; it then stops and says so.",
+        ),
+        io.Int.Input("rank", default=_LORA.rank, min=1, max=4096, tooltip="Size of the LoRA: more holds more detail."),
         io.Float.Input(
             "alpha",
             default=_LORA.alpha,
@@ -131,7 +138,14 @@ def _main_inputs() -> list[Any]:
             default=_TRAIN.output_name,
             tooltip="File name in models/loras; subfolder/name works too.",
         ),
-        io.Int.Input("seed", default=_TRAIN.seed, min=0, max=cfg.MAX_SEED, control_after_generate=False),
+        io.Int.Input(
+            "seed",
+            default=_TRAIN.seed,
+            min=0,
+            max=cfg.MAX_SEED,
+            control_after_generate=False,
+            tooltip="Decides the first weights and the noise; the same seed repeats the run.",
+        ),
     ]
 
 
@@ -143,11 +157,25 @@ def _further_inputs() -> list[Any]:
             "recompute",
             default=_TRAIN.recompute,
             optional=True,
-            tooltip="Recompute each block in the backward pass: far less memory, about a third more time.",
+            tooltip="Recompute each block in the backward pass: far less memory, more time.",
         ),
         _choice("schedule", cfg.Schedule, _OPTIM.schedule, "How the learning rate falls over the run."),
-        io.Int.Input("warmup_steps", default=_OPTIM.warmup_steps, min=0, max=1_000_000, optional=True),
-        io.Int.Input("gradient_accumulation", default=_OPTIM.accumulation, min=1, max=4096, optional=True),
+        io.Int.Input(
+            "warmup_steps",
+            default=_OPTIM.warmup_steps,
+            min=0,
+            max=1_000_000,
+            optional=True,
+            tooltip="Steps over which the learning rate rises from 0.",
+        ),
+        io.Int.Input(
+            "gradient_accumulation",
+            default=_OPTIM.accumulation,
+            min=1,
+            max=4096,
+            optional=True,
+            tooltip="Batches that make one step: a larger batch for no more VRAM, in more time.",
+        ),
         io.Float.Input(
             "max_grad_norm",
             default=_OPTIM.max_grad_norm,
@@ -157,7 +185,15 @@ def _further_inputs() -> list[Any]:
             optional=True,
             tooltip="Gradients above this norm are scaled down to it; 0 turns clipping off.",
         ),
-        io.Float.Input("weight_decay", default=_OPTIM.weight_decay, min=0.0, max=10.0, step=0.001, optional=True),
+        io.Float.Input(
+            "weight_decay",
+            default=_OPTIM.weight_decay,
+            min=0.0,
+            max=10.0,
+            step=0.001,
+            optional=True,
+            tooltip="AdamW's pull of the LoRA towards nothing.",
+        ),
         io.Boolean.Input(
             "overwrite",
             default=_TRAIN.overwrite,

@@ -1,6 +1,8 @@
 """File names: what may be written where, and the keys inside."""
 
+import itertools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import PathError
@@ -42,13 +44,15 @@ def _why_not(cleaned: str) -> str | None:
     return None
 
 
+def numbered(path: Path) -> Iterator[Path]:
+    """Yield ``path``, then ``name_2``, ``name_3``, ..., without end."""
+    yield path
+    yield from (path.with_name(f"{path.stem}_{number}{path.suffix}") for number in itertools.count(2))
+
+
 def free_path(path: Path) -> Path:
-    """Return ``path``, or the first of ``name_2``, ``name_3``, ... that does not exist."""
-    candidate, number = path, 1
-    while candidate.exists():
-        number += 1
-        candidate = path.with_name(f"{path.stem}_{number}{path.suffix}")
-    return candidate
+    """Return the first of ``numbered`` that does not exist."""
+    return next(candidate for candidate in numbered(path) if not candidate.exists())
 
 
 def partial_path(path: Path, steps: int) -> Path:

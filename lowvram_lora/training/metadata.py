@@ -12,7 +12,6 @@ from ..ports import Denoiser
 
 _ARCHITECTURES = {
     "sd_v1": "stable-diffusion-v1",
-    "sd_v2": "stable-diffusion-v2-768-v",
     "sdxl_base_v1-0": "stable-diffusion-xl-v1-base",
     "sd3": "stable-diffusion-3-medium",
     "flux1": "flux-1-dev",
@@ -28,7 +27,7 @@ def describe(
     values: dict[str, Any] = {
         FINGERPRINT_KEY: fingerprint,
         "modelspec.sai_model_spec": "1.0.1",
-        "modelspec.architecture": f"{_ARCHITECTURES.get(base, base)}/lora",
+        "modelspec.architecture": f"{_architecture(denoiser)}/lora",
         "modelspec.implementation": "lowvram-lora",
         "modelspec.title": config.output_name,
         "modelspec.prediction_type": denoiser.prediction,
@@ -55,6 +54,12 @@ def describe(
         "ss_batch_size_per_device": recipe.config.batch_size,
     }
     return {key: str(value) for key, value in values.items()}
+
+
+def _architecture(denoiser: Denoiser) -> str:
+    if denoiser.base_name == "sd_v2":
+        return "stable-diffusion-v2-768-v" if denoiser.prediction == "v" else "stable-diffusion-v2-512"
+    return _ARCHITECTURES.get(denoiser.base_name, denoiser.base_name)
 
 
 def at_step(metadata: dict[str, str], started: float, finished: float, steps: int, is_partial: bool) -> dict[str, str]:

@@ -31,14 +31,21 @@ class Checked:
     path: Path
 
 
-def check(denoiser: Denoiser, recipe: BatchRecipe, config: TrainConfig, loras_root: Path) -> Checked:
+def check(
+    denoiser: Denoiser, recipe: BatchRecipe, config: TrainConfig, loras_root: Path, only_path: bool = False
+) -> Checked:
     """Return the layers to adapt and where the file goes.
+
+    Args:
+        only_path: check where the file goes and nothing else; there is nothing to train.
 
     Raises:
         PreflightError: with every problem found.
     """
     problems: list[str] = []
     path = _attempt(lambda: _writable_path(loras_root, config), problems)
+    if only_path and path is not None:
+        return Checked({}, path)
     layers = _attempt(lambda: select(denoiser.network, config.lora.targets), problems)
     shapes = sorted({entry.latent_shape for entry in recipe.cache.entries})
     problems += denoiser.problems(shapes)

@@ -7,6 +7,7 @@ steps done so far are written as a partial file, and the model is as it was.
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from ..adapters import file
 from ..adapters.attach import Adapters, adapted_forwards, build
-from ..adapters.names import free_path, partial_path
+from ..adapters.names import numbered, partial_path
 from ..config import TrainConfig
 from ..data.batches import BatchRecipe
 from ..data.tiers import TieredCache
@@ -34,6 +35,8 @@ from .precision import DTYPES, resolve
 from .preflight import Checked, check
 from .record import Record, RunStore
 from .step import Batches, NotFiniteError, Stepper
+
+LOG = logging.getLogger(__name__)
 
 # Raised when the numbers a run produces change, so that records of older versions are not taken for it.
 RESULT_VERSION = 1
@@ -74,26 +77,29 @@ def run(job: Job) -> Iterator[Event]:
         PreflightError: before step 1, with every problem found.
         DivergedError: the loss is no longer a number.
     """
-    checked = check(job.denoiser, job.recipe, job.config, job.loras_root)
     precision, precision_note = resolve(job.config.precision, job.denoiser)
     key = fingerprint(job, precision)
     record = job.store.find(key)
     reused = record is not None
+    # A finished run needs nothing any more but a place for its file.
+    checked = check(job.denoiser, job.recipe, job.config, job.loras_root, only_path=reused)
     if record is None:
         notes = (*job.denoiser.notes(), *([precision_note] if precision_note else []))
         record = yield from _train(job, checked, precision, key, notes)
         job.store.save(record)
     path = _publish(record, checked.path, job.config.overwrite)
-    yield Saved(path=path, steps=record.steps, is_partial=False)
+    yield Saved(path=path, steps=record.steps)
     yield Finished(record=record, path=path, reused=reused)
 
 
 def _publish(record: Record, path: Path, overwrite: bool) -> Path:
     """Write the LoRA where the user wants it; a file that is already this run's is left alone."""
-    if path.exists() and file.fingerprint_of(path) == record.fingerprint:
-        return path
-    target = path if overwrite else free_path(path)
-    file.write(target, record.lora, record.metadata)
+    if overwrite:
+        target = path
+    else:
+        target = next(p for p in numbered(path) if not p.exists() or file.fingerprint_of(p) == record.fingerprint)
+    if file.fingerprint_of(target) != record.fingerprint:
+        file.write(target, record.lora, record.metadata)
     return target
 
 
@@ -236,4 +242,5 @@ def _save_partial(
     path = partial_path(checked.path, steps)
     tensors = file.state_dict(progress.adapters.state(), job.config.lora.alpha, job.denoiser.file_name)
     file.write(path, tensors, metadata.at_step(described, progress.started, time.time(), steps, is_partial=True))
+    LOG.warning("Training stopped early; the weights after step %d are kept in %s", steps, path)
     return f"The weights after step {steps} are kept in {path}."

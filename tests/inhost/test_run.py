@@ -350,6 +350,8 @@ def test_an_existing_file_is_not_written_over_unless_asked(denoiser: Any, tmp_pa
     mine.write_bytes(b"somebody else's")
     assert finish(jobs.job(tmp_path, denoiser)).path.name == "tiny_2.safetensors"
     assert mine.read_bytes() == b"somebody else's"
+    again = finish(jobs.job(tmp_path, denoiser))
+    assert again.reused and again.path.name == "tiny_2.safetensors"
     assert finish(jobs.job(tmp_path, denoiser, overwrite=True)).path == mine
 
 
