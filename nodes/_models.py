@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..lowvram_lora.data.encodings import Encoding, pack, unpack
+from ..lowvram_lora.memory.frozen import matrices
 from ..lowvram_lora.memory.scratch import ScratchPool
 from ..lowvram_lora.ports import Weights
 
@@ -85,6 +86,12 @@ class HostWeights:
             yield Weights(weight, bias, like.device.type == "cpu" or weight is module.weight)
         finally:
             comfy.ops.uncast_bias_weight(module, weight, bias, stream)
+
+
+def _is_quantised(module: Any) -> bool:
+    """Return whether a layer's weight means something only together with a scale or a layout."""
+    has_scale = getattr(module, "scale_weight", None) is not None
+    return has_scale or not (module.weight is None or type(module.weight) in (Tensor, nn.Parameter))
 
 
 def _is_plain_cast(module: Any, like: Tensor) -> bool:
@@ -200,7 +207,12 @@ class HostDenoiser:
 
     def problems(self, latent_shapes: Sequence[tuple[int, ...]]) -> list[str]:
         """Return what can't be honoured, and what does not fit the latents."""
-        return [*self._shape_problems(latent_shapes), *self._schedule_problems(), *self._patch_problems()]
+        return [
+            *self._shape_problems(latent_shapes),
+            *self._schedule_problems(),
+            *self._patch_problems(),
+            *self._weight_problems(),
+        ]
 
     def _shape_problems(self, latent_shapes: Sequence[tuple[int, ...]]) -> list[str]:
         wanted = self._patcher.model.latent_format
@@ -240,6 +252,15 @@ class HostDenoiser:
             found.append("scheduled weight hooks")
         found += [f"an additional model ({key}), such as a ControlNet" for key in patcher.additional_models]
         return [f"The MODEL carries {what}, which training can't honour. {remedy}" for what in found]
+
+    def _weight_problems(self) -> list[str]:
+        quantised = [path for path, module in matrices(self.network) if _is_quantised(module)]
+        if not quantised:
+            return []
+        return [
+            f"{len(quantised)} layers of the MODEL hold quantised weights (the first is {quantised[0]}), which this "
+            "version can't train on. Load the fp16 or bf16 file of this model."
+        ]
 
     def _wrapper_keys(self, kinds: Iterable[str]) -> list[str]:
         return [str(key) for kind in kinds for key, held in self._patcher.wrappers.get(kind, {}).items() if held]

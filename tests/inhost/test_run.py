@@ -240,6 +240,13 @@ def test_a_bypass_lora_and_a_function_wrapper_are_refused_by_name(model: Any, pa
     assert not list(tmp_path.glob("loras/*"))
 
 
+def test_a_quantised_base_is_refused_by_name(denoiser: Any, model: Any, tmp_path: Path) -> None:
+    layer = model.model.diffusion_model.middle_block[1].transformer_blocks[0].attn1.to_q
+    layer.scale_weight = torch.ones(())
+    with pytest.raises(PreflightError, match=r"1 layers .*middle_block\.1.*to_q.*fp16 or bf16"):
+        finish(jobs.job(tmp_path, denoiser))
+
+
 @pytest.mark.parametrize("stop_at", [1, 2, 9])
 def test_cancel_leaves_the_host_as_it_was_and_keeps_the_steps_done(
     denoiser: Any, model: Any, tmp_path: Path, stop_at: int
