@@ -126,7 +126,7 @@ def base_picture(options: GraphOptions) -> Prompt:
 
 def loader_picture(options: GraphOptions) -> Prompt:
     """Return the nodes that use LORA_MODEL with ComfyUI's own nodes: load it and sample, and save it."""
-    load = node("LoraModelLoader", model=[CHECKPOINT, 0], lora=[TRAIN, 1], strength_model=1.0)
+    load = node("LoraModelLoader", model=[CHECKPOINT, 0], lora=[TRAIN, 1], strength_model=1.0, bypass=False)
     save = node("SaveLoRA", lora=[TRAIN, 1], prefix="loras/saved_by_host")
     pictures = sampling("loaded", ["loader", 0], [CHECKPOINT, 1], [CHECKPOINT, 2], options)
     return {"loader": load, SAVE_FILE: save, **pictures}
