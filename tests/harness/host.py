@@ -167,6 +167,13 @@ class HostProcess:
         """Return where the front end is served."""
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def pid(self) -> int:
+        """Return the id of ComfyUI's process."""
+        self._require_alive()
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         """Start ComfyUI and wait until it answers."""
         self.port = free_port()
