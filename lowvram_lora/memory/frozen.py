@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ports import Weights, WeightSource
+from .convolution import convolve, input_gradient
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -76,33 +77,17 @@ class _FrozenConv(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, module: nn.Module, source: BlockMemory) -> Tensor:
         ctx.module, ctx.source, ctx.shape = module, source, x.shape
 
-        def convolve() -> Tensor:
+        def compute() -> Tensor:
             with source.fetch(module, x) as (weight, bias, _):
-                return torch.convolution(x, weight, bias, **_geometry(module))
+                return convolve(x, weight, bias, module)
 
-        return source.convolved(convolve)
+        return source.convolved(compute)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         with ctx.source.fetch(ctx.module, grad) as (weight, _, _):
-            # Only the input's shape is needed for its gradient, so one number stands for all of it.
-            stand_in = grad.new_empty(1).expand(ctx.shape)
-            grad_x, _, _ = torch.ops.aten.convolution_backward(
-                grad, stand_in, weight, None, **_geometry(ctx.module), output_mask=(True, False, False)
-            )
-        return grad_x, None, None
-
-
-def _geometry(module: Any) -> dict[str, Any]:
-    return {
-        "stride": module.stride,
-        "padding": module.padding,
-        "dilation": module.dilation,
-        "transposed": module.transposed,
-        "output_padding": module.output_padding,
-        "groups": module.groups,
-    }
+            return input_gradient(grad, ctx.shape, weight, ctx.module), None, None
 
 
 def frozen_forward(module: nn.Module, source: BlockMemory) -> Callable[[Tensor], Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lowvram_lora.errors import UnsupportedModelError
 from lowvram_lora.fakes import FakeNetwork, FakeWeights
+from lowvram_lora.memory import frozen as frozen_module
 from lowvram_lora.memory.frozen import BlockMemory, frozen, frozen_forward, matrices
 from lowvram_lora.memory.recompute import find_blocks, recomputed
 from lowvram_lora.ports import Weights
@@ -147,6 +148,7 @@ def test_blocks_are_found_inside_containers_that_hosts_take_apart() -> None:
     "layer",
     [
         nn.Conv2d(4, 6, 3, stride=2, padding=1),
+        nn.Conv2d(4, 6, (3, 1), padding=(0, 2), dilation=2, bias=False),
         nn.Conv1d(4, 6, 3, padding=2, dilation=2, bias=False),
         nn.Conv3d(4, 8, 1, groups=2),
         nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1),
@@ -154,9 +156,10 @@ def test_blocks_are_found_inside_containers_that_hosts_take_apart() -> None:
     ],
     ids=lambda layer: type(layer).__name__,
 )
-def test_a_frozen_layer_is_the_layer(layer: Any) -> None:
+@pytest.mark.parametrize("size", [7, 20])
+def test_a_frozen_layer_is_the_layer(layer: Any, size: int) -> None:
     layer = layer.double().requires_grad_(False)
-    shape = (2, 3, 5) if isinstance(layer, nn.Linear) else (2, 4, *[7] * len(layer.kernel_size))
+    shape = (2, 3, 5) if isinstance(layer, nn.Linear) else (2, 4, *[size] * len(layer.kernel_size))
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     y = x.detach().clone().requires_grad_()
     out, expected = frozen_forward(layer, BlockMemory(FakeWeights()))(x), layer(y)
@@ -196,8 +199,11 @@ class ScratchWeights(FakeWeights):
         weight.fill_(torch.nan)
 
 
-def test_no_convolution_runs_twice_and_lent_weights_go_back() -> None:
+def test_no_convolution_runs_twice_and_lent_weights_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
+    computed: list[Any] = []
+    convolve = frozen_module.convolve
+    monkeypatch.setattr(frozen_module, "convolve", lambda *args: computed.append(args[3]) or convolve(*args))
     network = nn.ModuleList([_Convolutions(), _Convolutions()]).double().requires_grad_(False)
     x = torch.randn(1, 4, 6, 6, dtype=torch.float64).requires_grad_()
     y = x.detach().clone().requires_grad_()
@@ -211,6 +217,8 @@ def test_no_convolution_runs_twice_and_lent_weights_go_back() -> None:
             x.grad = None
             network[1](network[0](x)).square().sum().backward()
             torch.testing.assert_close(x.grad, y.grad, rtol=1e-12, atol=1e-12)
-    # Forward and input gradient, in each of two steps; the recompute reads none.
+    # Four convolutions in each of two steps.
+    assert len(computed) == 8
+    # A weight is read for the forward and for the input gradient.
     assert set(source.fetched.values()) == {4}
     assert source.lent == []
