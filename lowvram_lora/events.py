@@ -1,9 +1,44 @@
-"""What a training run tells its caller, one frozen record at a time."""
+"""What a training run tells its caller, as frozen data: events while it lasts, and what remains of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from .training.record import Record
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRecord:
+    """What a run used: byte counts by name, over its steps.
+
+    Attributes:
+        run: the output name the user gave.
+        steps: steps measured.
+        history: one sample a step, thinned to a bounded number.
+        peak: the largest of each count over the whole run.
+        average: the mean of each count.
+    """
+
+    run: str
+    steps: int
+    history: tuple[dict[str, int], ...]
+    peak: dict[str, int]
+    average: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A finished run: the LoRA and what the nodes show about it."""
+
+    fingerprint: str
+    steps: int
+    losses: tuple[float, ...]
+    seconds: float
+    precision: str
+    num_layers: int
+    num_parameters: int
+    metadata: dict[str, str]
+    memory: MemoryRecord
+    lora: dict[str, Tensor] = field(repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
-from .data.encodings import Encoding, pack, unpack
-from .ports import Weights
+from .data.encodings import pack, unpack
+from .ports import Encoding, Weights
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,24 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from .data.encodings import Encoding
+
+@dataclass(frozen=True)
+class Encoding:
+    """A text encoder's output in the host's own layout.
+
+    Attributes:
+        tensors: by name; CPU.
+        structure: JSON text that says where each tensor and each plain value goes.
+    """
+
+    tensors: dict[str, Tensor]
+    structure: str
 
 
 class LatentCodec(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -22,12 +21,11 @@ import comfy.utils
 import torch
 from torch import Tensor, nn
 
-from ..lowvram_lora.data.encodings import Encoding, pack, unpack
+from ..lowvram_lora.data.encodings import pack, unpack
 from ..lowvram_lora.memory.frozen import matrices
 from ..lowvram_lora.memory.scratch import ScratchPool
-from ..lowvram_lora.ports import Weights
-
-SAMPLES_PER_TENSOR = 64
+from ..lowvram_lora.ports import Encoding, Weights
+from ._digest import describe, digest, patcher_digest
 
 
 class HostVae:
@@ -49,7 +47,7 @@ class HostClip:
     def __init__(self, clip: Any) -> None:
         self._clip = clip
         options = (clip.layer_idx, sorted(clip.tokenizer_options.items()))
-        self.fingerprint = _digest([patcher_digest(clip.patcher), repr(options)])
+        self.fingerprint = digest([patcher_digest(clip.patcher), repr(options)])
 
     def encode(self, caption: str) -> Encoding:
         """Return the conditioning the host's own CLIP Text Encode node gives for ``caption``."""
@@ -149,9 +147,9 @@ class HostDenoiser:
     @cached_property
     def fingerprint(self) -> str:
         """Digest of weights, patches and object patches; the host's own patch ids are random."""
-        objects = _describe(self._patcher.object_patches)
+        objects = describe(self._patcher.object_patches)
         wrappers = sorted(f"{kind} {key}" for kind, by_key in self._patcher.wrappers.items() for key in by_key)
-        return _digest([patcher_digest(self._patcher), objects, repr(wrappers), self.base_name])
+        return digest([patcher_digest(self._patcher), objects, repr(wrappers), self.base_name])
 
     @cached_property
     def _config_name(self) -> str:
@@ -378,43 +376,3 @@ def _usable(value: Any) -> Any:
 def with_lora(model: Any, lora: dict[str, Tensor]) -> Any:
     """Return a clone of MODEL with ``lora`` on it, through the host's own loader."""
     return comfy.sd.load_lora_for_models(model, None, lora, 1.0, 0.0)[0]
-
-
-def _digest(parts: Iterable[str]) -> str:
-    state = hashlib.sha256()
-    for part in parts:
-        state.update(part.encode("utf-8"))
-        state.update(b"\0")
-    return state.hexdigest()
-
-
-def patcher_digest(patcher: Any) -> str:
-    """Return a digest of a model's weights as they are before patching, and of the patches on them."""
-    return _digest(
-        f"{name} {_describe(original)} {[_describe(patch) for patch in patches]}"
-        for name, ((original, _), *patches) in sorted(patcher.get_key_patches().items())
-    )
-
-
-def _describe(value: Any) -> str:
-    """Return text that stands for ``value``: tensors by shape, type and a strided sample of their numbers."""
-    if isinstance(value, Tensor):
-        return _describe_tensor(value)
-    if isinstance(value, nn.Module):
-        return f"{type(value).__name__} {[(n, _describe(b)) for n, b in value.state_dict().items()]}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(_describe(item) for item in value)}]"
-    if isinstance(value, dict):
-        return str(sorted((str(key), _describe(item)) for key, item in value.items()))
-    if value is None or isinstance(value, str | int | float | bool | torch.dtype | torch.device):
-        return repr(value)
-    # A weight adapter keeps its tensors in `weights`; anything else stands for itself by type.
-    return f"{type(value).__qualname__} {_describe(getattr(value, 'weights', None))}"
-
-
-def _describe_tensor(tensor: Tensor) -> str:
-    numel = tensor.numel()
-    picked = torch.linspace(0, max(numel - 1, 0), min(numel, SAMPLES_PER_TENSOR), dtype=torch.float64).long()
-    flat = tensor.detach().reshape(-1)
-    numbers = flat[picked.to(flat.device)].to("cpu", torch.float32).tolist() if numel else []
-    return f"{tuple(tensor.shape)} {tensor.dtype} {numbers}"

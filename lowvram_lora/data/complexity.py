@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from PIL import Image
 
 from ..config import ComplexityConfig
 from ..errors import PathError
-from .dataset import Dataset, Sample
+from .dataset import Complexity, Dataset, Sample
 from .pixels import decode, flatten
 
 # Han, kana and their extensions: written without spaces, so each character counts as a word.
@@ -20,21 +20,6 @@ _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003134
 _WORD = re.compile(rf"[{_CJK}]|(?:(?![{_CJK}])[\w'’-])+")
 _BINS = 8
 _BAR_WIDTH = 30
-
-
-@dataclass(frozen=True)
-class Complexity:
-    """One sample's scores.
-
-    Attributes:
-        entropy: of the grey histogram, 0 (one flat colour) to 1 (all 256 greys equally often).
-        caption_length: words of the caption over words of the dataset's longest, 0 to 1.
-        score: ``image_weight * entropy + text_weight * caption_length``.
-    """
-
-    entropy: float
-    caption_length: float
-    score: float
 
 
 def score(dataset: Dataset, config: ComplexityConfig) -> Dataset:

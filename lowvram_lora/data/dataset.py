@@ -7,12 +7,23 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..config import DataConfig
 
-if TYPE_CHECKING:
-    from .complexity import Complexity
+
+@dataclass(frozen=True)
+class Complexity:
+    """One sample's scores.
+
+    Attributes:
+        entropy: of the grey histogram, 0 (one flat colour) to 1 (all 256 greys equally often).
+        caption_length: words of the caption over words of the dataset's longest, 0 to 1.
+        score: ``image_weight * entropy + text_weight * caption_length``.
+    """
+
+    entropy: float
+    caption_length: float
+    score: float
 
 
 @dataclass(frozen=True)

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import UnsupportedModelError
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """A text encoder's output in the host's own layout.
-
-    Attributes:
-        tensors: by name; CPU.
-        structure: JSON text that says where each tensor and each plain value goes.
-    """
-
-    tensors: dict[str, Tensor]
-    structure: str
+from ..ports import Encoding
 
 
 def pack(conditioning: list[Any]) -> Encoding:

@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from ..errors import CacheMissError
+from ..ports import Encoding
 from .cache import LATENTS, STRUCTURE, CacheEntry, CacheIndex
-from .encodings import Encoding
 from .store import Kind, Stored, UnreadableFileError, discard, invalidate, path_of, read
 
 T = TypeVar("T")

@@ -1,30 +1,11 @@
 """Memory over a run, as counted bytes."""
 
 from collections import Counter
-from dataclasses import dataclass
 
+from ..events import MemoryRecord
 from ..ports import Hardware
 
 HISTORY_LENGTH = 512
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryRecord:
-    """What a run used: byte counts by name, over its steps.
-
-    Attributes:
-        run: the output name the user gave.
-        steps: steps measured.
-        history: one sample a step, thinned to a bounded number.
-        peak: the largest of each count over the whole run.
-        average: the mean of each count.
-    """
-
-    run: str
-    steps: int
-    history: tuple[dict[str, int], ...]
-    peak: dict[str, int]
-    average: dict[str, int]
 
 
 class Meter:

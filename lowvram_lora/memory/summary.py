@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from ..events import MemoryRecord
 from ..units import format_bytes
-from .meter import MemoryRecord
 
 _NAMES = {
     "ram": "RAM of the process",

@@ -5,34 +5,16 @@ So queueing an unchanged graph trains nothing, even after the host has dropped i
 
 import json
 import os
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ..adapters import file
 from ..errors import PathError
-from ..memory.meter import MemoryRecord
+from ..events import MemoryRecord, Record
 
 FORMAT = 1
 _LATEST = "latest_memory.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """A finished run: the LoRA and what the nodes show about it."""
-
-    fingerprint: str
-    steps: int
-    losses: tuple[float, ...]
-    seconds: float
-    precision: str
-    num_layers: int
-    num_parameters: int
-    metadata: dict[str, str]
-    memory: MemoryRecord
-    lora: dict[str, Tensor] = field(repr=False)
 
 
 @dataclass(frozen=True)

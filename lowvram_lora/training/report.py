@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..config import TrainConfig
+from ..events import Record
 from ..units import format_bytes, format_duration
-from .record import Record
 
 
 def describe_run(record: Record, path: Path, config: TrainConfig, notes: Sequence[str], reused: bool) -> str:

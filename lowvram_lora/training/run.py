@@ -24,7 +24,7 @@ from ..config import TrainConfig
 from ..data.batches import BatchRecipe
 from ..data.tiers import TieredCache
 from ..errors import DivergedError
-from ..events import Event, Finished, Saved, Started, Stepped
+from ..events import Event, Finished, Record, Saved, Started, Stepped
 from ..memory.frozen import BlockMemory, frozen, frozen_forward, matrices, usable_parameters
 from ..memory.meter import Meter
 from ..memory.recompute import recomputed
@@ -33,7 +33,7 @@ from . import metadata
 from .optim import build_optimizer, build_schedule
 from .precision import DTYPES, resolve
 from .preflight import Checked, check
-from .record import Record, RunStore
+from .record import RunStore
 from .step import Batches, NotFiniteError, Stepper
 
 LOG = logging.getLogger(__name__)

@@ -13,14 +13,10 @@ HOST_FILES = {"_host.py", "_models.py"}
 # From the bottom; a file imports from its own layer's package or from lower ones.
 LAYERS = (
     ("errors", "units"),
-    ("config",),
-    ("data.encodings",),
-    ("ports",),
-    ("data", "memory", "adapters.names", "adapters.file"),
+    ("config", "ports", "events"),
+    ("memory", "data"),
     ("adapters",),
-    ("training.record",),
-    ("events", "fakes"),
-    ("training",),
+    ("training", "fakes"),
 )
 
 

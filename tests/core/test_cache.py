@@ -9,13 +9,14 @@ from torch import Tensor
 
 from lowvram_lora.config import DataConfig
 from lowvram_lora.data.cache import BuildReport, CacheIndex, build, generation, invalidate, num_steps
-from lowvram_lora.data.encodings import Encoding, unpack
+from lowvram_lora.data.encodings import unpack
 from lowvram_lora.data.pixels import to_pixels
 from lowvram_lora.data.scan import Dataset, scan
 from lowvram_lora.data.store import path_of
 from lowvram_lora.data.tiers import TieredCache
 from lowvram_lora.errors import CacheMissError, DatasetError, PathError, UnsupportedModelError
 from lowvram_lora.fakes import FakeCodec, FakeTextEncoder
+from lowvram_lora.ports import Encoding
 
 CAPTIONS = {"a.png": "a cat", "b.png": "一只黑猫", "c.png": ""}
 LATENT_BYTES = 4 * 8 * 8 * 4

@@ -4,8 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from lowvram_lora.data.encodings import Encoding, pack, unpack
+from lowvram_lora.data.encodings import pack, unpack
 from lowvram_lora.errors import UnsupportedModelError
+from lowvram_lora.ports import Encoding
 
 
 def assert_same(got: Any, expected: Any) -> None:
