@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from ..memory.frozen import matrices, why_not
 from ..ports import Denoiser
 
 T = TypeVar("T")
+# What training needs beyond the host's own packages; the pack loads without them.
+PACKAGES = ("peft", "diffusers.optimization")
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ def check(
     Raises:
         PreflightError: with every problem found.
     """
-    problems: list[str] = []
+    problems = _missing_packages()
     path = _attempt(lambda: _writable_path(loras_root, config), problems)
     if only_path and path is not None:
         return Checked({}, path)
@@ -55,6 +58,19 @@ def check(
     if problems or path is None or layers is None:
         raise PreflightError(problems)
     return Checked(layers, path)
+
+
+def _missing_packages() -> list[str]:
+    problems = []
+    for name in PACKAGES:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            problems.append(
+                f"The Python package {name.partition('.')[0]} can't be used here ({error}). Install what this pack's "
+                "requirements.txt names with ComfyUI's own Python, and restart ComfyUI."
+            )
+    return problems
 
 
 def _attempt(make: Callable[[], T], problems: list[str]) -> T | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,13 @@ def test_a_full_disk_at_the_end_names_the_file(job: Job, monkeypatch: pytest.Mon
             break
     with pytest.raises(Exception, match="No space left"):
         list(events)
+
+
+def test_a_missing_package_is_named_before_step_1(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    # None in sys.modules is how Python says that a module can't be imported.
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(PreflightError, match=r"package peft .*requirements\.txt"):
+        next(run(job))
 
 
 @pytest.mark.parametrize("name", ["../x", "C:\\x"])

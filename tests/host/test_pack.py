@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
 
-from tests.harness import contract
+from tests.harness import contract, graph
 from tests.harness.host import ODD_FOLDER_NAME, HostProcess
+from tests.harness.photos import PHOTOS, make_dataset
 from tests.harness.places import ROOT
 
 # Python runs a module of this name at start. It hides packages as if they were not installed.
@@ -30,7 +34,27 @@ class HidingFinder(PathFinder):
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = HidingFinder
 """
+# And this one notes every connection that leaves the machine, with who asked for it, and lets none through.
+WATCHING = """
+import os, socket, traceback
+
+connect = socket.socket.connect
+
+
+def watched(self, address):
+    host = address[0] if isinstance(address, tuple) else ""
+    if host in ("", "127.0.0.1", "::1", "localhost") or self.family not in (socket.AF_INET, socket.AF_INET6):
+        return connect(self, address)
+    with open(os.environ["CONNECTION_LOG"], "a", encoding="utf-8") as log:
+        log.write(f"{address} {traceback.format_stack()!r}\\n")
+    raise OSError("no network in this test")
+
+
+socket.socket.connect = watched
+"""
 OPTIONAL = ("diffusers", "peft", "pynvml")
+# As they are called on disk.
+BROUGHT_BY_THE_PACK = ("diffusers", "peft", "accelerate", "nvidia_ml_py", "pynvml")
 # Installing one of these through a node pack has broken many a ComfyUI.
 HOST_OWNED = {
     "torch",
@@ -81,9 +105,41 @@ def test_requirements_name_only_what_the_host_lacks() -> None:
     assert not HOST_OWNED & {line.partition(">=")[0].lower() for line in wanted}
 
 
-def test_installing_requirements_changes_nothing_of_the_host() -> None:
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--report", "-"]
+def test_installing_requirements_changes_nothing_of_the_host(tmp_path: Path) -> None:
+    """The host's environment is this one without what the pack brings."""
+    python = environment_without(BROUGHT_BY_THE_PACK, tmp_path / "environment")
+    command = [str(python), "-m", "pip", "install", "--dry-run", "--quiet", "--report", "-"]
     command += ["--disable-pip-version-check", "-r", str(ROOT / "requirements.txt")]
     report = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     names = {item["metadata"]["name"].lower() for item in report["install"]}
+    assert {"diffusers", "peft", "nvidia-ml-py"} <= names
     assert not HOST_OWNED & names
+
+
+def environment_without(packages: tuple[str, ...], folder: Path) -> Path:
+    """Make a virtual environment of links to this one's packages, but for ``packages``; return its Python."""
+    venv.create(folder, with_pip=False)
+    here, there = (Path(sysconfig.get_path("purelib", vars={"base": base})) for base in (sys.prefix, str(folder)))
+    for entry in here.iterdir():
+        if not entry.name.lower().replace("-", "_").startswith(packages):
+            (there / entry.name).symlink_to(entry, target_is_directory=entry.is_dir())
+    return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def test_training_asks_for_no_network(tmp_path: Path, checkpoint: Path) -> None:
+    """Other trainers fetch a tokenizer or a config from a hub; ours uses the host's CLIP and what is on disk."""
+    site, log = tmp_path / "site", tmp_path / "connections.txt"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(WATCHING, encoding="utf-8")
+    base = tmp_path / "base"
+    make_dataset(base / "input" / "pictures", PHOTOS[:1])
+    options = graph.GraphOptions(checkpoint=checkpoint.name, folder="pictures", steps=2, resolution=64)
+    environment = {"PYTHONPATH": str(site), "CONNECTION_LOG": str(log)}
+    with HostProcess(base, environment=environment, search_paths={"checkpoints": checkpoint.parent}) as watched:
+        watched.run(graph.training(options))
+        before = log.read_text(encoding="utf-8") if log.exists() else ""
+        dial = "import socket; socket.create_connection(('192.0.2.1', 80), timeout=1)"
+        subprocess.run([sys.executable, "-c", dial], env=watched.environment, capture_output=True, check=False)
+    assert "192.0.2.1" in log.read_text(encoding="utf-8")
+    ours = ("lowvram", "peft", "diffusers", "huggingface_hub", "transformers")
+    assert not [line for line in before.splitlines() if any(name in line for name in ours)]

@@ -20,7 +20,7 @@ from tests.harness.host import Event, HostProcess, executed_nodes, texts
 
 STEPS = 2
 REUSED = "it was taken from disk"
-# How much more the second of two runs of one size may leave in the process: caches of allocator and libraries.
+# How much more the second of two equal runs may leave in the process: caches of allocator and libraries.
 MARGIN = 0.15
 
 
@@ -230,12 +230,13 @@ def test_the_base_draws_the_same_picture_before_and_after_training(
     assert np.array_equal(first, second)
 
 
-def test_a_second_run_leaves_no_more_memory_behind_than_the_first(
+def test_a_run_leaves_no_more_memory_behind_than_the_one_before(
     host: HostProcess, options: graph.GraphOptions, first_run: Event
 ) -> None:
     left = []
-    for seed in (101, 102):
+    for seed in (101, 102, 103):
         assert trained(host.run(graph.training(replace(options, seed=seed, rank=32, output_name="memory"))))
         host.free()
         left.append(private_bytes(host))
-    assert left[1] <= left[0] * (1 + MARGIN), left
+    # ComfyUI itself, sampling without the pack, keeps more after its second unloading than after its first.
+    assert left[2] <= left[1] * (1 + MARGIN), left
