@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 SAMPLES_PER_TENSOR = 64
+# Objects hold each other in circles; this deep, the type's name has to do.
+MAX_DEPTH = 6
 
 
 def digest(parts: Iterable[str]) -> str:
@@ -28,20 +31,44 @@ def patcher_digest(patcher: Any) -> str:
     )
 
 
-def describe(value: Any) -> str:
-    """Return text that stands for ``value``: tensors by shape, type and a strided sample of their numbers."""
+def describe(value: Any, depth: int = 0) -> str:
+    """Return text that stands for ``value`` in any process: no addresses, no hashes.
+
+    Tensors stand by shape, type and a strided sample of their numbers; functions by where they were written and what
+    they have captured; other objects by their attributes.
+    """
     if isinstance(value, Tensor):
         return _describe_tensor(value)
-    if isinstance(value, nn.Module):
-        return f"{type(value).__name__} {[(n, describe(b)) for n, b in value.state_dict().items()]}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(describe(item) for item in value)}]"
-    if isinstance(value, dict):
-        return str(sorted((str(key), describe(item)) for key, item in value.items()))
     if value is None or isinstance(value, str | int | float | bool | torch.dtype | torch.device):
         return repr(value)
-    # A weight adapter keeps its tensors in `weights`; anything else stands for itself by type.
-    return f"{type(value).__qualname__} {describe(getattr(value, 'weights', None))}"
+    if depth > MAX_DEPTH:
+        return type(value).__qualname__
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(describe(item, depth + 1) for item in value)}]"
+    if isinstance(value, dict):
+        return str(sorted((str(key), describe(item, depth + 1)) for key, item in value.items()))
+    return _describe_object(value, depth + 1)
+
+
+def _describe_object(value: Any, depth: int) -> str:
+    if isinstance(value, FunctionType | MethodType):
+        function = getattr(value, "__func__", value)
+        captured = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        owner = getattr(value, "__self__", None)
+        return (
+            f"{function.__module__}.{function.__qualname__} {describe([owner, function.__defaults__, captured], depth)}"
+        )
+    if isinstance(value, nn.Module):
+        return f"{type(value).__name__} {describe(dict(value.state_dict()), depth)}"
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    return f"{name} {describe(getattr(value, '__dict__', {}), depth)}"
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
 
 
 def _describe_tensor(tensor: Tensor) -> str:

@@ -146,10 +146,10 @@ class HostDenoiser:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of weights, patches and object patches; the host's own patch ids are random."""
-        objects = describe(self._patcher.object_patches)
-        wrappers = sorted(f"{kind} {key}" for kind, by_key in self._patcher.wrappers.items() for key in by_key)
-        return digest([patcher_digest(self._patcher), objects, repr(wrappers), self.base_name])
+        """Digest of the weights and of all that acts on them; the host's own patch ids are random."""
+        patcher = self._patcher
+        acting = [patcher.object_patches, patcher.wrappers, patcher.model_options.get("transformer_options", {})]
+        return digest([patcher_digest(self._patcher), describe(acting), self.base_name])
 
     @cached_property
     def _config_name(self) -> str:
@@ -349,9 +349,9 @@ def _differentiable_attention(func: Callable[..., Any], *args: Any, **kwargs: An
 
 def _without_prefetch(executor: Any, *args: Any, **kwargs: Any) -> Any:
     """Layers fetch their own weights; the host's block prefetch would fetch each a second time."""
-    options = kwargs.get("transformer_options")
-    if isinstance(options, dict):
-        options["prefetch_dynamic_vbars"] = False
+    for options in (*args, *kwargs.values()):
+        if isinstance(options, dict) and "cond_or_uncond" in options:
+            options["prefetch_dynamic_vbars"] = False
     return executor(*args, **kwargs)
 
 

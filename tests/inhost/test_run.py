@@ -383,3 +383,35 @@ def test_a_cleaned_cache_is_named_before_step_1(denoiser: Any, tmp_path: Path) -
 
 def test_precisions_are_torch_dtypes() -> None:
     assert set(DTYPES.values()) == {torch.bfloat16, torch.float16, torch.float32}
+
+
+def test_what_acts_inside_the_network_acts_in_training_and_is_part_of_the_base(
+    denoiser: Any, model: Any, pack: Any, tmp_path: Path
+) -> None:
+    def patched(gain: float, tensor: torch.Tensor) -> Any:
+        clone = model.clone()
+        clone.set_model_attn1_patch(lambda q, k, v, options: (q * gain, k, v))
+        clone.add_wrapper_with_key("diffusion_model", "test", lambda execute, x, *rest: execute(x + tensor, *rest))
+        return pack.nodes._models.HostDenoiser(clone)
+
+    with torch.inference_mode():
+        tensor = torch.full((1,), 0.5)
+    one, same, other = patched(2.0, tensor), patched(2.0, tensor.clone()), patched(3.0, tensor)
+    assert one.fingerprint == same.fingerprint
+    assert len({denoiser.fingerprint, one.fingerprint, other.fingerprint}) == 3
+    plain = finish(jobs.job(tmp_path / "plain", denoiser)).record.losses
+    assert finish(jobs.job(tmp_path / "one", one)).record.losses != plain
+    assert "lowvram_lora" not in one._patcher.wrappers["diffusion_model"]
+
+
+def test_the_hosts_block_prefetch_is_off_while_training(denoiser: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    seen: list[Any] = []
+    forward = type(denoiser.network)._forward
+
+    def noted(self: Any, x: Any, timesteps: Any, context: Any, y: Any, control: Any, options: Any, **rest: Any) -> Any:
+        seen.append(options["prefetch_dynamic_vbars"])
+        return forward(self, x, timesteps, context, y, control, options, **rest)
+
+    monkeypatch.setattr(type(denoiser.network), "_forward", noted)
+    finish(jobs.job(tmp_path, denoiser, steps=1))
+    assert seen == [False]
