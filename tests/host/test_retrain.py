@@ -20,8 +20,8 @@ from tests.harness.host import Event, HostProcess, executed_nodes, texts
 
 STEPS = 2
 REUSED = "it was taken from disk"
-# How much more the second of two equal runs may leave in the process: caches of allocator and libraries.
-MARGIN = 0.15
+# How much more a run may leave in the process than an equal one before it; a copy of the network would be over 10 %.
+MARGIN = 0.05
 
 
 @pytest.fixture(scope="module")
@@ -98,15 +98,15 @@ def with_patch(options: graph.GraphOptions, class_type: str, **widgets: Any) -> 
 
 def private_bytes(host: HostProcess) -> int:
     """Return the bytes of ComfyUI's process that no file is behind, once they have come to rest."""
-    process, last = psutil.Process(host.pid), -1
-    deadline = time.monotonic() + 20
+    process, last = psutil.Process(host.pid), 0
+    deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         memory = process.memory_info()
-        now = memory.rss - getattr(memory, "shared", 0)
-        if now == last:
+        now = int(memory.rss - getattr(memory, "shared", 0))
+        if abs(now - last) < 1 << 20:
             break
         last = now
-        time.sleep(1)
+        time.sleep(0.5)
     return last
 
 
@@ -238,5 +238,5 @@ def test_a_run_leaves_no_more_memory_behind_than_the_one_before(
         assert trained(host.run(graph.training(replace(options, seed=seed, rank=32, output_name="memory"))))
         host.free()
         left.append(private_bytes(host))
-    # ComfyUI itself, sampling without the pack, keeps more after its second unloading than after its first.
-    assert left[2] <= left[1] * (1 + MARGIN), left
+    # Of the first two: ComfyUI itself, sampling without the pack, keeps more after its second unloading.
+    assert left[2] <= max(left[:2]) * (1 + MARGIN), left
