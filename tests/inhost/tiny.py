@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 CONTEXT = 64
+VECTOR = 32
 CPU = torch.device("cpu")
 
 
@@ -16,10 +18,27 @@ def sd15(dtype: torch.dtype = torch.float32, seed: int = 0, inference: bool = Tr
     Args:
         inference: build in inference mode, as the host's loaders do.
     """
+    return _model("SD15", _unet_config(), dtype, seed, inference)
+
+
+def sd3(dtype: torch.dtype = torch.float32, seed: int = 0, inference: bool = True) -> Any:
+    """Return a ModelPatcher of an SD3 network of two blocks."""
+    return _model("SD3", _mmdit_config(), dtype, seed, inference)
+
+
+def flux(dtype: torch.dtype = torch.float32, seed: int = 0, inference: bool = True) -> Any:
+    """Return a ModelPatcher of a Flux.1 network of two double and two single blocks."""
+    return _model("Flux", _flux_config(), dtype, seed, inference)
+
+
+FAMILIES: dict[str, Callable[..., Any]] = {"sd15": sd15, "sd3": sd3, "flux": flux}
+
+
+def _model(family: str, unet_config: dict[str, Any], dtype: torch.dtype, seed: int, inference: bool) -> Any:
     import comfy.model_patcher
     import comfy.supported_models
 
-    config = comfy.supported_models.SD15(_unet_config())
+    config = getattr(comfy.supported_models, family)(unet_config)
     config.set_inference_dtype(dtype, None)
     with torch.inference_mode(inference):
         model = config.get_model({}, "", CPU)
@@ -28,7 +47,7 @@ def sd15(dtype: torch.dtype = torch.float32, seed: int = 0, inference: bool = Tr
 
 
 def fill(network: torch.nn.Module, seed: int) -> None:
-    """Draw every parameter at a scale that keeps activations near 1."""
+    """Draw every parameter at a scale that keeps activations near 1, and every buffer (SD3's positions)."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in network.named_parameters():
@@ -37,6 +56,8 @@ def fill(network: torch.nn.Module, seed: int) -> None:
                 parameter.copy_(drawn / parameter[0].numel() ** 0.5)
             else:
                 parameter.copy_(drawn * 0.1 + (0.0 if name.endswith("bias") else 1.0))
+        for buffer in network.buffers():
+            buffer.copy_(torch.randn(buffer.shape, generator=generator))
 
 
 def _unet_config() -> dict[str, Any]:
@@ -58,4 +79,45 @@ def _unet_config() -> dict[str, Any]:
         "legacy": False,
         "adm_in_channels": None,
         "use_temporal_attention": False,
+    }
+
+
+def _mmdit_config() -> dict[str, Any]:
+    # The width is 64 times the depth.
+    return {
+        "in_channels": 16,
+        "out_channels": 16,
+        "patch_size": 2,
+        "depth": 2,
+        "input_size": None,
+        "adm_in_channels": VECTOR,
+        "context_embedder_config": {
+            "target": "torch.nn.Linear",
+            "params": {"in_features": CONTEXT, "out_features": 128},
+        },
+        "num_patches": 64,
+        "pos_embed_max_size": 8,
+        "pos_embed_scaling_factor": None,
+        "qk_norm": "rms",
+        "x_block_self_attn_layers": [0],
+    }
+
+
+def _flux_config() -> dict[str, Any]:
+    return {
+        "image_model": "flux",
+        "in_channels": 16,
+        "out_channels": 16,
+        "patch_size": 2,
+        "vec_in_dim": VECTOR,
+        "context_in_dim": CONTEXT,
+        "hidden_size": 128,
+        "mlp_ratio": 4.0,
+        "num_heads": 1,
+        "depth": 2,
+        "depth_single_blocks": 2,
+        "axes_dim": [16, 56, 56],
+        "theta": 10000,
+        "qkv_bias": True,
+        "guidance_embed": True,
     }
