@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from .errors import ConfigError
 
@@ -19,6 +19,11 @@ def require(ok: bool, name: str, value: object, expected: str) -> None:
     """Raise ``ConfigError`` unless ``ok``."""
     if not ok:
         raise ConfigError(name, value, expected)
+
+
+def _require_choice(name: str, value: object, choices: Any) -> None:
+    """The host does not check the choice of an optional widget."""
+    require(value in get_args(choices), name, value, "one of " + ", ".join(map(repr, get_args(choices))))
 
 
 def _require_finite(name: str, value: float, minimum: float) -> None:
@@ -47,6 +52,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require(self.resolution >= 64, "resolution", self.resolution, "64 or more")
+        _require_choice("caption_extension", self.caption_extension, CaptionExtension)
         require(self.bucket_step in range(8, 257, 8), "bucket_step", self.bucket_step, "a multiple of 8, 8 to 256")
         colour = self.background.lstrip("#")
         is_colour = len(colour) == 6 and all(c in "0123456789abcdefABCDEF" for c in colour)
@@ -87,7 +93,7 @@ class SamplerConfig:
 
     def __post_init__(self) -> None:
         require(self.batch_size >= 1, "batch_size", self.batch_size, "1 or more")
-        require(self.strategy in ("shuffle", "ordered"), "strategy", self.strategy, "'shuffle' or 'ordered'")
+        _require_choice("strategy", self.strategy, Strategy)
         require(0 <= self.seed <= MAX_SEED, "seed", self.seed, f"0 to {MAX_SEED}")
 
 
@@ -102,6 +108,7 @@ class LoraConfig:
     def __post_init__(self) -> None:
         require(self.rank >= 1, "rank", self.rank, "1 or more")
         require(math.isfinite(self.alpha) and self.alpha > 0, "alpha", self.alpha, "above 0")
+        _require_choice("targets", self.targets, Targets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +130,7 @@ class OptimConfig:
     def __post_init__(self) -> None:
         usable = math.isfinite(self.learning_rate) and self.learning_rate > 0
         require(usable, "learning_rate", self.learning_rate, "above 0")
-        schedules = ("constant", "linear", "cosine")
-        require(self.schedule in schedules, "schedule", self.schedule, f"one of {schedules}")
+        _require_choice("schedule", self.schedule, Schedule)
         require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "0 or more")
         _require_finite("weight_decay", self.weight_decay, 0.0)
         require(self.accumulation >= 1, "gradient_accumulation", self.accumulation, "1 or more")
@@ -157,6 +163,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         require(self.steps >= 1, "steps", self.steps, "1 or more")
         require(0 <= self.seed <= MAX_SEED, "seed", self.seed, f"0 to {MAX_SEED}")
+        _require_choice("precision", self.precision, Precision)
         _require_finite("vram_budget_gb", self.vram_budget_gb, 0.0)
 
     def determining(self) -> dict[str, Any]:

@@ -81,6 +81,12 @@ class Progress:
         if text and self._node_id is not None:
             _send_text(text, self._node_id)
 
+    def say(self, text: str) -> None:
+        """Show ``text`` on the node and in the log, where the bar stays."""
+        LOG.warning("%s", text)
+        if self._node_id is not None:
+            _send_text(text, self._node_id)
+
 
 def _send_text(text: str, node_id: str) -> None:
     import server
@@ -92,6 +98,7 @@ def _send_text(text: str, node_id: str) -> None:
 
 def reported(*values: Any, report: str, node_id: str | None) -> io.NodeOutput:
     """Return a node's outputs with ``report`` as the last; show it on the node and keep it in the history."""
+    LOG.info("%s", report)
     if node_id is not None:
         _send_text(report, node_id)
     return io.NodeOutput(*values, report, ui=ui.PreviewText(report))

@@ -47,6 +47,7 @@ class LoraTrain(io.ComfyNode):
     def execute(cls, model: Any, batches: Any, **widgets: Any) -> io.NodeOutput:
         """Train, or return the finished run of the unchanged graph."""
         config = _config(widgets)
+        progress = _host.Progress(config.steps, cls.hidden.unique_id)
         job = Job(
             denoiser=HostDenoiser(model),
             recipe=batches,
@@ -55,9 +56,10 @@ class LoraTrain(io.ComfyNode):
             cancel=_host.InterruptButton(),
             loras_root=_host.loras_root(),
             store=_host.run_store(),
+            say=progress.say,
         )
         with _host.outside_inference_mode():
-            finished, notes = _follow(job, _host.Progress(config.steps, cls.hidden.unique_id))
+            finished, notes = _follow(job, progress)
         record = finished.record
         report = describe_run(record, finished.path, config, notes, finished.reused)
         outputs = with_lora(model, record.lora), record.lora, {"loss": list(record.losses)}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import PathError
@@ -46,7 +46,8 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(dict(tensors), temporary, metadata=dict(metadata))
+        # Not save_file: its files can be read by nobody but their owner.
+        temporary.write_bytes(save(dict(tensors), metadata=dict(metadata)))
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         raise PathError(path, f"can't be written ({error}). Free some space or choose another folder.") from error

@@ -94,7 +94,7 @@ class BatchRecipe:
         return tuple(batches)
 
     def _bucket_lines(self) -> Iterator[str]:
-        yield "Buckets (height x width):"
+        yield "Buckets (width x height):"
         size = self.config.batch_size
         for turns in self._buckets.values():
             label = _label(self.cache.entries[turns[0][0]])
@@ -125,4 +125,4 @@ def _chunks(order: Sequence[int], size: int) -> list[Batch]:
 
 def _label(entry: CacheEntry) -> str:
     height, width = entry.bucket_px or entry.latent_shape[-2:]
-    return f"{height}x{width}" if entry.bucket_px else f"latents {height}x{width}"
+    return f"{width}x{height}" if entry.bucket_px else f"latents {width}x{height}"

@@ -110,7 +110,7 @@ def _why_unusable(tried: Sequence[Path], roots: Sequence[Path]) -> str:
         return "this lies outside the folders datasets may be read from (links are followed)."
     if any(path.is_file() for path in inside):
         return "this is a file; folder must name the folder it is in."
-    return "no such folder."
+    return "no such folder. Make it and put your pictures there, or type the name of another one."
 
 
 def _allowed(roots: Sequence[Path]) -> str:

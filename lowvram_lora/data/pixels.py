@@ -123,7 +123,7 @@ def _strict_decoding() -> Iterator[None]:
 def _decode(data: bytes) -> Picture:
     with Image.open(io.BytesIO(data)) as image:
         if image.width * image.height > MAX_IMAGE_PX:
-            raise ValueError(f"{image.height}x{image.width} pixels, over the limit of {MAX_IMAGE_PX}")
+            raise ValueError(f"{image.width}x{image.height} pixels, over the limit of {MAX_IMAGE_PX}")
         # Phones write MPO: a photo with a small second picture that nobody means to train on.
         is_animated = bool(getattr(image, "is_animated", False)) and image.format != "MPO"
         image.load()

@@ -83,11 +83,11 @@ def report(dataset: Dataset) -> str:
     seen = sum(sample.repeats for sample in samples)
     buckets = Counter(sample.bucket_px for sample in samples)
     lines = [
-        f"{len(samples)} images in {dataset.folder}: {seen} an epoch with repeats",
-        f"skipped {len(dataset.skipped)} files",
+        f"{len(samples)} images, {seen} an epoch with repeats; {len(dataset.skipped)} files skipped",
+        f"Folder: {dataset.folder}",
         *dataset.notes,
-        f"Buckets at resolution {dataset.config.resolution} (height x width):",
-        *(f"  {height}x{width}: {count} images" for (height, width), count in sorted(buckets.items())),
+        f"Buckets at resolution {dataset.config.resolution} (width x height):",
+        *(f"  {width}x{height}: {count} images" for (height, width), count in sorted(buckets.items())),
     ]
     if dataset.skipped:
         lines += ["Skipped:", *(f"  {skip.name}: {skip.reason}" for skip in dataset.skipped)]
@@ -192,6 +192,6 @@ def _size_notes(samples: Sequence[Sample]) -> Iterator[str]:
             is_too_long = max(height, width) > MAX_ASPECT * min(height, width)
             why = f" (buckets go up to {MAX_ASPECT}:1)" if is_too_long else ""
             yield (
-                f"{sample.name} ({height}x{width}) goes into {bucket_height}x{bucket_width}: "
+                f"{sample.name} ({width}x{height}) goes into {bucket_width}x{bucket_height}: "
                 f"{1 - kept:.0%} of it is cropped away{why}"
             )

@@ -124,6 +124,6 @@ def _low_rank_layers(layers: dict[str, nn.Module], rank: int) -> list[str]:
         return []
     num_small = sum(limit < rank for limit in limits.values())
     return [
-        f"rank {rank} is larger than {num_small} of the {len(layers)} chosen layers allow; the smallest, {smallest}, "
-        f"allows {limits[smallest]}. Lower rank to {limits[smallest]}, or choose fewer layers in targets."
+        f"rank {rank} is larger than a layer: too large for {num_small} of the {len(layers)} chosen layers. The "
+        f"smallest, {smallest}, holds {limits[smallest]} at most. Lower rank to {limits[smallest]}."
     ]

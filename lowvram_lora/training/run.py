@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import statistics
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +45,10 @@ RESULT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything a run needs from outside."""
+    """Everything a run needs from outside.
+
+    ``say`` takes a sentence for the user about a run that ends early; an event can't carry it any more then.
+    """
 
     denoiser: Denoiser
     recipe: BatchRecipe
@@ -53,6 +57,7 @@ class Job:
     cancel: Cancel
     loras_root: Path
     store: RunStore
+    say: Callable[[str], None] = LOG.warning
 
 
 def fingerprint(job: Job, precision: str) -> str:
@@ -111,6 +116,7 @@ class _Progress:
     meter: Meter
     started: float
     losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
     # The adapters before the latest update, known to give a usable loss; CPU.
     last_good: list[Tensor] = field(default_factory=list)
     is_updating: bool = False
@@ -122,6 +128,11 @@ class _Progress:
             self.last_good = [torch.empty_like(p, device="cpu", requires_grad=False) for p in parameters]
         for kept, parameter in zip(self.last_good, parameters, strict=True):
             kept.copy_(parameter.detach())
+
+    def remaining_s(self, steps: int) -> float:
+        """Return the time left; the first step, which is slower than any other, counts only while it is the only."""
+        typical = statistics.fmean(self.seconds[1:] or self.seconds)
+        return typical * (steps - len(self.seconds))
 
     def restore(self) -> None:
         """Put the kept adapters back."""
@@ -148,6 +159,7 @@ def _train(
             yield from _steps(job, progress, precision)
     except BaseException as error:
         kept = _save_partial(job, checked, progress, described, error)
+        job.say(f"Training stopped early. {kept}")
         if isinstance(error, NotFiniteError):
             raise DivergedError(len(progress.losses) + 1, error.loss, kept) from None
         raise
@@ -199,18 +211,15 @@ def _steps(job: Job, progress: _Progress, precision: str) -> Iterator[Event]:
         progress.losses.append(loss)
         progress.meter.sample()
         seconds = time.perf_counter() - began
+        progress.seconds.append(seconds)
         yield Stepped(
             step=step + 1,
             steps=config.steps,
             loss=loss,
             learning_rate=learning_rate,
             seconds_per_step=seconds,
-            remaining_s=_remaining(progress.started, step + 1, config.steps),
+            remaining_s=progress.remaining_s(config.steps),
         )
-
-
-def _remaining(started: float, done: int, steps: int) -> float:
-    return (time.time() - started) / done * (steps - done)
 
 
 def _stepper(job: Job, adapters: Adapters, precision: str) -> Stepper:
@@ -242,5 +251,4 @@ def _save_partial(
     path = partial_path(checked.path, steps)
     tensors = file.state_dict(progress.adapters.state(), job.config.lora.alpha, job.denoiser.file_name)
     file.write(path, tensors, metadata.at_step(described, progress.started, time.time(), steps, is_partial=True))
-    LOG.warning("Training stopped early; the weights after step %d are kept in %s", steps, path)
     return f"The weights after step {steps} are kept in {path}."

@@ -94,6 +94,8 @@ def test_a_file_comes_back_whole(tmp_path: Path) -> None:
     assert all(torch.equal(found[key], tensor) for key, tensor in tensors.items())
     assert found["lora_unet_a_b.alpha"].item() == 7.0
     assert [p.name for p in path.parent.iterdir()] == ["x.safetensors"]
+    (path.parent / "ordinary").touch()
+    assert path.stat().st_mode == (path.parent / "ordinary").stat().st_mode
 
 
 def test_what_is_no_whole_file_is_named(tmp_path: Path) -> None:

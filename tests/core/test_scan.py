@@ -227,7 +227,7 @@ def test_long_pictures_and_small_ones_are_reported(tmp_path: Path) -> None:
         "fits.png": (512, 512),
     }
     notes = "\n".join(dataset.notes)
-    assert "long.png (200x2000) goes into 256x768: 70% of it is cropped away (buckets go up to 3:1)" in notes
+    assert "long.png (2000x200) goes into 768x256: 70% of it is cropped away (buckets go up to 3:1)" in notes
     assert "scaled up: 2 (long.png, small.png)" in notes
     assert "512x512: 2 images" in report(dataset)
 

@@ -176,7 +176,7 @@ def test_a_full_disk_at_the_end_names_the_file(job: Job, monkeypatch: pytest.Mon
     events = run(job)
     for event in events:
         if isinstance(event, Stepped) and event.step == 4:
-            monkeypatch.setattr("lowvram_lora.adapters.file.save_file", full)
+            monkeypatch.setattr("lowvram_lora.adapters.file.save", full)
             break
     with pytest.raises(Exception, match="No space left"):
         list(events)
@@ -204,6 +204,11 @@ def test_a_bad_name_is_known_before_step_1(job: Job, name: str) -> None:
         lambda: OptimConfig(learning_rate=-1.0),
         lambda: TrainConfig(vram_budget_gb=-1.0),
         lambda: SamplerConfig(batch_size=0),
+        lambda: SamplerConfig(strategy="nope"),  # type: ignore[arg-type]
+        lambda: LoraConfig(targets="nope"),  # type: ignore[arg-type]
+        lambda: OptimConfig(schedule="nope"),  # type: ignore[arg-type]
+        lambda: TrainConfig(precision="nope"),  # type: ignore[arg-type]
+        lambda: DataConfig(folder="x", caption_extension="nope"),  # type: ignore[arg-type]
     ],
 )
 def test_settings_outside_their_range_say_what_they_must_be(change: Any) -> None:

@@ -96,7 +96,9 @@ def save_pictures(host: HostProcess, entry: Event, folder: Path) -> dict[str, Pa
 
 def report(host: HostProcess, entry: Event, folder: Path) -> None:
     """Print what the run made and where it is."""
-    print("\n" + texts(entry, graph.TRAIN) + "\n")
+    for node_id in (graph.DATASET, graph.TRAIN):
+        print(f"\n{texts(entry, node_id)}")
+    print()
     for file in sorted((host.base / "models" / "loras").glob("*.safetensors")):
         print(f"{'LoRA:':<27}{file}")
     for title, file in save_pictures(host, entry, folder).items():

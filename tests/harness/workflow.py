@@ -42,8 +42,18 @@ COLUMNS: tuple[tuple[str, ...], ...] = (
     ("decode_lora", "preview"),
 )
 # Nodes that show pictures or text need room from the start.
-ROOM = {graph.LOSS: (400, 320), graph.MONITOR: (300, 200), "preview": (400, 400)}
-FIRST_X, FIRST_Y, GAP_X, GAP_Y, TITLE_PX = 40, 80, 60, 40, 30
+# Room for the reports, which the front end shows below the widgets.
+ROOM = {
+    graph.DATASET: (340, 420),
+    graph.SCORE: (300, 320),
+    graph.CACHE: (300, 280),
+    graph.SAMPLER: (300, 320),
+    graph.TRAIN: (380, 680),
+    graph.LOSS: (400, 320),
+    graph.MONITOR: (340, 320),
+    "preview": (400, 400),
+}
+FIRST_X, FIRST_Y, GAP_X, GAP_Y, TITLE_PX = 40, 160, 60, 40, 30
 
 # Seeds stay as they are: with "randomize", pressing Queue again would train again.
 TO_CANVAS = """async prompt => {
