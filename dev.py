@@ -156,7 +156,12 @@ def command_test(options: argparse.Namespace, environment: dict[str, str]) -> in
 
 def command_tool(options: argparse.Namespace, environment: dict[str, str]) -> int:
     """Run ``tests/harness/<command>.py`` with the remaining arguments."""
-    return run_python(["-m", f"tests.harness.{options.module}", *options.rest], environment)
+    arguments = ["-m", f"tests.harness.{options.module}", *options.rest]
+    if os.name == "posix":
+        # In this process's place, so that what stops this process stops the tool.
+        os.chdir(ROOT)
+        os.execve(venv_python(), [str(venv_python()), *arguments], environment)
+    return run_python(arguments, environment)
 
 
 def command_bench(options: argparse.Namespace, environment: dict[str, str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,10 @@ def main(flags: Sequence[str]) -> int:
     port = flags[flags.index("--port") + 1] if "--port" in flags else PORT
     print(f"ComfyUI: http://127.0.0.1:{port}   (Ctrl+C ends it)")
     print(f"Checkpoints go to {base / 'models' / 'checkpoints'}, pictures to {base / 'input'}.", flush=True)
+    if os.name == "posix":
+        # In this process's place, so that what stops this process stops ComfyUI.
+        os.chdir(base)
+        os.execv(command[0], command)
     return subprocess.run(command, cwd=base, check=False).returncode
 
 
