@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -23,11 +23,12 @@ def digest(parts: Iterable[str]) -> str:
     return state.hexdigest()
 
 
-def patcher_digest(patcher: Any) -> str:
+def patcher_digest(patcher: Any, ignored: Collection[str] = ()) -> str:
     """Return a digest of a model's weights as they are before patching, and of the patches on them."""
     return digest(
         f"{name} {describe(original)} {[describe(patch) for patch in patches]}"
         for name, ((original, _), *patches) in sorted(patcher.get_key_patches().items())
+        if name not in ignored
     )
 
 

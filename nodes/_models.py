@@ -41,13 +41,17 @@ class HostVae:
         return latents[0].float().cpu()
 
 
+# SD 1.5 and SDXL checkpoints lack it; the host then leaves it as the memory was, and these families do not use it.
+_NOT_LOADED = ("clip_l.transformer.text_projection.weight",)
+
+
 class HostClip:
     """The host's CLIP as the core's ``TextEncoder``."""
 
     def __init__(self, clip: Any) -> None:
         self._clip = clip
         options = (clip.layer_idx, sorted(clip.tokenizer_options.items()))
-        self.fingerprint = digest([patcher_digest(clip.patcher), repr(options)])
+        self.fingerprint = digest([patcher_digest(clip.patcher, _NOT_LOADED), repr(options)])
 
     def encode(self, caption: str) -> Encoding:
         """Return the conditioning the host's own CLIP Text Encode node gives for ``caption``."""

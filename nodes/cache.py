@@ -83,6 +83,7 @@ class BuildTieredCache(io.ComfyNode):
 
 
 def _required(part: Any, name: str) -> Any:
-    if part is None:
+    # Where a checkpoint holds no VAE, the host hands on an empty one.
+    if part is None or getattr(part, "first_stage_model", part) is None:
         raise UnsupportedModelError(f"This checkpoint has no {name}.", f"Load one with Load {name} and connect it.")
     return part
