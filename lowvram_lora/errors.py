@@ -9,7 +9,7 @@
     ├── CacheMissError         name: a cached encoding that is gone from disk
     ├── UnsupportedModelError  what, remedy: a part of MODEL, CLIP or VAE that can't be trained with
     ├── NothingToTrainError    targets: a preset that matched no layer
-    └── DivergedError          step, loss, kept: training stopped on a loss that is not a number
+    └── DivergedError          step, cause, kept: the loss or the gradients are no usable numbers any more
 
 A message says what happened, the value, what was expected and what to do; the fields carry the same as data.
 """
@@ -96,11 +96,11 @@ class NothingToTrainError(LowVramLoraError):
 class DivergedError(LowVramLoraError):
     """Training stopped because the loss or the gradients are no longer numbers."""
 
-    def __init__(self, step: int, loss: float, kept: str) -> None:
+    def __init__(self, step: int, cause: str, kept: str) -> None:
         super().__init__(
-            f"Training stopped at step {step}: the loss is {loss}. {kept} "
+            f"Training stopped at step {step}: {cause}. {kept} "
             "Lower learning_rate, or choose precision bf16 or fp32 if this was fp16."
         )
         self.step = step
-        self.loss = loss
+        self.cause = cause
         self.kept = kept

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -52,7 +53,8 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     except (OSError, SafetensorError) as error:
         raise PathError(path, f"can't be written ({error}). Free some space or choose another folder.") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -78,9 +80,9 @@ def fingerprint_of(path: Path) -> str | None:
 def require_writable(path: Path) -> None:
     """Raise ``PathError`` unless a file can be made where ``path`` is to go."""
     probe = path.with_name(f"{path.name}.{os.getpid()}.probe")
-    if path.is_dir():
-        raise PathError(path, "is a folder; choose another output_name.")
     try:
+        if path.is_dir():
+            raise PathError(path, "is a folder; choose another output_name.")
         path.parent.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()

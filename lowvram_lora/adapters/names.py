@@ -2,13 +2,18 @@
 
 import itertools
 import re
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import PathError
 
-_RESERVED = re.compile(r"^(con|prn|aux|nul|com\d|lpt\d)(\..*)?$", re.IGNORECASE)
-_FORBIDDEN = re.compile(r'[<>:"|?*\x00-\x1f]')
+_RESERVED = re.compile(r"^(con|conin\$|conout\$|prn|aux|nul|(com|lpt)[\d¹²³])\s*(\..*)?$", re.IGNORECASE)
+_FORBIDDEN = re.compile(r'[<>:"|?*]')
+# Control characters, invisible ones that turn text around, halves of a character.
+_INVISIBLE = ("Cc", "Cf", "Cs")
+# Room for the longest ending a run may need: partial, step, number, temp file.
+MAX_PART_BYTES, MAX_DEPTH = 150, 8
 _REMEDY = "Give output_name a plain name such as my_lora, or subfolder/my_lora."
 
 
@@ -34,13 +39,22 @@ def _why_not(cleaned: str) -> str | None:
         return "is empty"
     if cleaned.startswith("/"):
         return "is an absolute path; LoRAs are written inside ComfyUI's LoRA folder only"
-    for part in cleaned.split("/"):
-        if part in ("", ".", ".."):
-            return f"holds '{part}' as a folder, which could lead outside the LoRA folder"
-        if _FORBIDDEN.search(part):
-            return f"holds a character that not every system allows in file names: {part!r}"
-        if _RESERVED.match(part) or part[-1] in " .":
-            return f"holds the part '{part}', which Windows can't use as a name"
+    parts = cleaned.split("/")
+    if len(parts) > MAX_DEPTH:
+        return f"has {len(parts)} parts; {MAX_DEPTH} are allowed"
+    reasons = (_why_not_part(part) for part in parts)
+    return next((reason for reason in reasons if reason), None)
+
+
+def _why_not_part(part: str) -> str | None:
+    if part in ("", ".", ".."):
+        return f"holds '{part}' as a folder, which could lead outside the LoRA folder"
+    if _FORBIDDEN.search(part) or any(unicodedata.category(letter) in _INVISIBLE for letter in part):
+        return f"holds a character that not every system allows in file names: {part!r}"
+    if _RESERVED.match(part) or part[-1] in " .":
+        return f"holds the part '{part}', which Windows can't use as a name"
+    if len(part.encode("utf-8")) > MAX_PART_BYTES:
+        return f"holds a part of {len(part.encode('utf-8'))} bytes; {MAX_PART_BYTES} are allowed"
     return None
 
 

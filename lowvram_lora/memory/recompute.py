@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import UnsupportedModelError
 from .frozen import BlockMemory, is_matrix
+from .random_state import RandomState
 
 # Methods that end like in-place ones and write nothing.
 _HARMLESS = ("requires_grad_", "detach_")
@@ -33,9 +34,11 @@ class _InPlaceWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         is_method = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
-        if (is_method or name == "__setitem__") and not self._memory.is_fetching:
+        kwargs = kwargs or {}
+        is_asked_to = kwargs.get("inplace") is True
+        if (is_method or is_asked_to or name == "__setitem__") and not self._memory.is_fetching:
             self.seen = True
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def find_blocks(network: nn.Module) -> dict[str, nn.Module]:
@@ -97,7 +100,7 @@ class RecomputedBlock:
         if not (leaves or self.trains):
             with torch.no_grad():
                 return self.forward(*args, **kwargs)
-        call = _Call(self, template)
+        call = _Call(self, template, RandomState.now(self.anchor.device))
         flat = _Recompute.apply(call, self.anchor, *leaves)
         return _rebuild(call.out_template, list(flat))
 
@@ -127,6 +130,7 @@ class _Call:
 
     block: RecomputedBlock
     template: Any
+    random_state: RandomState
     out_template: Any = None
     convolved: list[Tensor] = dataclasses.field(default_factory=list)
 
@@ -157,7 +161,7 @@ class _Recompute(torch.autograd.Function):
         call: _Call = ctx.call
         in_place = call.block.writes_in_place
         protected = torch.autograd.graph.allow_mutation_on_saved_tensors() if in_place else nullcontext()
-        with call.block.memory.replaying(call.convolved), protected:
+        with call.block.memory.replaying(call.convolved), protected, call.random_state.restored():
             with torch.enable_grad():
                 out = call.run(list(leaves))
             pairs = [(o, g) for o, g in zip(out, grads, strict=True) if o.requires_grad and g is not None]

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import statistics
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..adapters import file
 from ..adapters.attach import Adapters, adapted_forwards, build
-from ..adapters.names import numbered, partial_path
+from ..adapters.names import numbered
 from ..config import TrainConfig
 from ..data.batches import BatchRecipe
 from ..data.tiers import TieredCache
-from ..errors import DivergedError
+from ..errors import DivergedError, PathError, UnsupportedModelError
 from ..events import Event, Finished, Record, Saved, Started, Stepped
 from ..memory.frozen import BlockMemory, frozen, frozen_forward, matrices, usable_parameters
 from ..memory.meter import Meter
@@ -34,6 +33,7 @@ from . import metadata
 from .optim import build_optimizer, build_schedule
 from .precision import DTYPES, resolve
 from .preflight import Checked, check
+from .progress import Progress, note_memory, save_partial
 from .record import RunStore
 from .step import Batches, NotFiniteError, Stepper
 
@@ -91,10 +91,18 @@ def run(job: Job) -> Iterator[Event]:
     if record is None:
         notes = (*job.denoiser.notes(), *([precision_note] if precision_note else []))
         record = yield from _train(job, checked, precision, key, notes)
-        job.store.save(record)
+        _keep_record(job, record)
     path = _publish(record, checked.path, job.config.overwrite)
     yield Saved(path=path, steps=record.steps)
     yield Finished(record=record, path=path, reused=reused)
+
+
+def _keep_record(job: Job, record: Record) -> None:
+    """Keep the record; without it the graph trains again when it is queued again, and nothing else is lost."""
+    try:
+        job.store.save(record)
+    except PathError as failed:
+        job.say(f"The run's record was not kept, so queueing this graph again will train again. {failed}")
 
 
 def _publish(record: Record, path: Path, overwrite: bool) -> Path:
@@ -108,44 +116,12 @@ def _publish(record: Record, path: Path, overwrite: bool) -> Path:
     return target
 
 
-@dataclass(kw_only=True)
-class _Progress:
-    """What a run has done so far; the only thing that changes from step to step."""
-
-    adapters: Adapters
-    meter: Meter
-    started: float
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    # The adapters before the latest update, known to give a usable loss; CPU.
-    last_good: list[Tensor] = field(default_factory=list)
-    is_updating: bool = False
-
-    def keep(self) -> None:
-        """Copy the adapters, whose loss has just come out usable, to the CPU."""
-        parameters = self.adapters.parameters()
-        if not self.last_good:
-            self.last_good = [torch.empty_like(p, device="cpu", requires_grad=False) for p in parameters]
-        for kept, parameter in zip(self.last_good, parameters, strict=True):
-            kept.copy_(parameter.detach())
-
-    def remaining_s(self, steps: int) -> float:
-        """Return the time left; the first step, which is slower than any other, counts only while it is the only."""
-        typical = statistics.fmean(self.seconds[1:] or self.seconds)
-        return typical * (steps - len(self.seconds))
-
-    def restore(self) -> None:
-        """Put the kept adapters back."""
-        for kept, parameter in zip(self.last_good, self.adapters.parameters(), strict=True):
-            parameter.data.copy_(kept)
-
-
 def _train(
     job: Job, checked: Checked, precision: str, key: str, notes: tuple[str, ...]
 ) -> Generator[Event, None, Record]:
     described = metadata.describe(job.denoiser, job.recipe, job.config, precision, key)
     adapters = build(checked.layers, job.config.lora, job.config.seed, job.denoiser.device)
-    progress = _Progress(adapters=adapters, meter=Meter(job.hardware), started=time.time())
+    progress = Progress(adapters=adapters, meter=Meter(job.hardware))
     num_parameters = sum(p.numel() for p in adapters.parameters())
     yield Started(
         steps=job.config.steps,
@@ -158,13 +134,12 @@ def _train(
         with attached(job.denoiser, checked.layers, adapters, DTYPES[precision], job.config.recompute):
             yield from _steps(job, progress, precision)
     except BaseException as error:
-        kept = _save_partial(job, checked, progress, described, error)
+        kept = save_partial(progress, checked.path, job.denoiser, job.config.lora.alpha, described, error)
         job.say(f"Training stopped early. {kept}")
-        if isinstance(error, NotFiniteError):
-            raise DivergedError(len(progress.losses) + 1, error.loss, kept) from None
+        _explain(error, len(progress.losses) + 1, kept)
         raise
     finally:
-        job.store.save_memory(progress.meter.record(job.config.output_name))
+        note_memory(job.store, progress, job.config.output_name)
     finished = time.time()
     steps = len(progress.losses)
     return Record(
@@ -179,6 +154,19 @@ def _train(
         memory=progress.meter.record(job.config.output_name),
         lora=file.state_dict(adapters.state(), job.config.lora.alpha, job.denoiser.file_name),
     )
+
+
+def _explain(error: BaseException, step: int, kept: str) -> None:
+    """Raise an error for the user in place of one that only this package or autograd understands."""
+    if isinstance(error, NotFiniteError):
+        raise DivergedError(step, str(error), kept) from None
+    # Autograd says this of what patches and wrappers on the MODEL do inside the network.
+    undifferentiable = ("Inference tensors cannot be saved", "modified by an inplace operation", "in-place operation")
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in undifferentiable):
+        raise UnsupportedModelError(
+            f"Something on the MODEL can't be trained through ({str(error).splitlines()[0]}).",
+            "Take patches such as FreeU or an image adapter off the MODEL that goes into LoRA Train (low-VRAM).",
+        ) from error
 
 
 @contextmanager
@@ -197,7 +185,7 @@ def attached(
         yield
 
 
-def _steps(job: Job, progress: _Progress, precision: str) -> Iterator[Event]:
+def _steps(job: Job, progress: Progress, precision: str) -> Iterator[Event]:
     config = job.config
     stepper = _stepper(job, progress.adapters, precision)
     for step in range(config.steps):
@@ -235,20 +223,3 @@ def _stepper(job: Job, adapters: Adapters, precision: str) -> Stepper:
         config=config.optim,
         cancel=job.cancel,
     )
-
-
-def _save_partial(
-    job: Job, checked: Checked, progress: _Progress, described: dict[str, str], error: BaseException
-) -> str:
-    """Write what an unfinished run has learned; return a sentence about it."""
-    steps = len(progress.losses)
-    diverged = isinstance(error, NotFiniteError)
-    if progress.last_good and (diverged or progress.is_updating):
-        progress.restore()
-        steps -= diverged
-    if steps < 1:
-        return "No usable step was finished, so nothing was saved."
-    path = partial_path(checked.path, steps)
-    tensors = file.state_dict(progress.adapters.state(), job.config.lora.alpha, job.denoiser.file_name)
-    file.write(path, tensors, metadata.at_step(described, progress.started, time.time(), steps, is_partial=True))
-    return f"The weights after step {steps} are kept in {path}."

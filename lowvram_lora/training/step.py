@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import OptimConfig
 from ..data.batches import BatchRecipe
 from ..data.cache import CacheEntry
 from ..data.tiers import TieredCache
+from ..errors import UnsupportedModelError
+from ..memory.random_state import forked
 from ..ports import Cancel, Denoiser
 from . import objective
 
@@ -25,10 +27,6 @@ MAX_REPEATS = 16
 
 class NotFiniteError(ArithmeticError):
     """The loss or the gradients of a step are not usable numbers. Internal: ``run`` turns it into a report."""
-
-    def __init__(self, loss: float) -> None:
-        super().__init__(f"loss {loss}")
-        self.loss = loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +67,23 @@ class Stepper:
             self.optimizer.zero_grad(set_to_none=True)
             loss = self._backward(step)
             self.scaler.unscale_(self.optimizer)
-            norm = float(nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]))
+            norm = float(nn.utils.get_total_norm(self._gradients()))
             if math.isfinite(norm):
                 return loss, norm
             if not self.scaler.is_enabled():
                 break
             # The same step again: same batch, same noise, half the scale.
             self.scaler.update(self.scaler.get_scale() / 2)
-        raise NotFiniteError(float("nan"))
+        raise NotFiniteError(f"the loss is {loss:.4g}, but its gradients overflow")
+
+    def _gradients(self) -> list[Tensor]:
+        found = [p.grad for p in self.parameters if p.grad is not None]
+        if not found:
+            raise UnsupportedModelError(
+                "No gradient reached the LoRA: nothing it adapts acts on the model's output.",
+                "Choose other targets on LoRA Train (low-VRAM).",
+            )
+        return found
 
     def _backward(self, step: int) -> float:
         window = self.batches.window(step, self.config.accumulation)
@@ -86,7 +93,7 @@ class Stepper:
             self.cancel.check()
             total += self._backward_batch(batch, step, position, num_samples)
         if not math.isfinite(total) or total > DIVERGED_LOSS:
-            raise NotFiniteError(total)
+            raise NotFiniteError(f"the loss is {total:.4g}")
         return total
 
     def _backward_batch(self, batch: Sequence[CacheEntry], step: int, position: int, num_samples: int) -> float:
@@ -101,21 +108,23 @@ class Stepper:
         weight_B = denoiser.loss_weight(sigma_B)
         total = 0.0
         groups = denoiser.condition([cache.conditioning(entry) for entry in batch], noise)
-        for rows, conditioning in groups:
-            with torch.enable_grad():
-                predicted = denoiser.predict_x0(noised[rows], sigma_B[rows], conditioning)
-                losses = objective.loss_per_sample(predicted, latents[rows], weight_B[rows])
-                loss = losses.sum() / num_samples
-                scaled = self.scaler.scale(loss)
-            scaled.backward()  # type: ignore[no-untyped-call]
-            total += loss.item()
+        # What the network draws by itself depends on the run's seed too, and on nothing else.
+        with forked(denoiser.device, generator.initial_seed()):
+            for rows, conditioning in groups:
+                with torch.enable_grad():
+                    predicted = denoiser.predict_x0(noised[rows], sigma_B[rows], conditioning)
+                    losses = objective.loss_per_sample(predicted, latents[rows], weight_B[rows])
+                    loss = losses.sum() / num_samples
+                    scaled = self.scaler.scale(loss)
+                scaled.backward()  # type: ignore[no-untyped-call]
+                total += loss.item()
         return total
 
     def update(self, norm: float) -> float:
         """Clip, step the optimizer and the schedule; return the learning rate that was used."""
         limit = self.config.max_grad_norm
         if limit and norm > limit:
-            torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], limit / norm)
+            torch._foreach_mul_(self._gradients(), limit / norm)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.scaler.step(self.optimizer)
         self.scaler.update()
