@@ -1,6 +1,7 @@
 """Settings as frozen data. The only place where a default is written; nodes read them from here."""
 
 import math
+import unicodedata
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
@@ -52,6 +53,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require(self.resolution >= 64, "resolution", self.resolution, "64 or more")
+        is_text = all(unicodedata.category(letter) not in ("Cc", "Cs") for letter in self.trigger_word)
+        require(is_text, "trigger_word", self.trigger_word, "plain text in one line")
         _require_choice("caption_extension", self.caption_extension, CaptionExtension)
         require(self.bucket_step in range(8, 257, 8), "bucket_step", self.bucket_step, "a multiple of 8, 8 to 256")
         colour = self.background.lstrip("#")

@@ -150,6 +150,9 @@ class FakeDenoiser:
         scaled = noised / (sigma**2 + 1).sqrt()
         return noised - sigma * self.network(scaled, **conditioning)  # type: ignore[no-any-return]
 
+    def load(self) -> None:
+        """Do nothing: the network is where it computes."""
+
     @contextmanager
     def training(self, dtype: torch.dtype) -> Iterator[None]:
         """Do nothing: the network is a plain one."""

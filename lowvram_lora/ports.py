@@ -153,6 +153,10 @@ class Denoiser(Protocol):
         """Return the network's estimate of the clean latents, float32, with gradients when enabled."""
         ...
 
+    def load(self) -> None:
+        """Bring the model to where it computes; only then ``network`` is what will be trained on."""
+        ...
+
     def training(self, dtype: torch.dtype) -> AbstractContextManager[None]:
         """Hold the host in a state fit for training with ``dtype`` arithmetic; undo it on every way out."""
         ...

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Collection, Iterable
-from types import CellType, FunctionType, MethodType
+from collections.abc import Collection, Iterable, Iterator
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 SAMPLES_PER_TENSOR = 64
-# Objects hold each other in circles; this deep, the type's name has to do.
-MAX_DEPTH = 6
+# Objects may hold half the host; past this many, a type's name has to do.
+MAX_OBJECTS = 50_000
+# What a closure's cell is until it is filled.
+_EMPTY = CellType()
+_PLAIN = (str, int, float, bool, complex, bytes, torch.dtype, torch.device)
 
 
 def digest(parts: Iterable[str]) -> str:
+    """Return the sha256 of ``parts`` in order, as hex."""
     state = hashlib.sha256()
     for part in parts:
-        state.update(part.encode("utf-8"))
+        state.update(part.encode("utf-8", "surrogatepass"))
         state.update(b"\0")
     return state.hexdigest()
 
@@ -32,44 +38,72 @@ def patcher_digest(patcher: Any, ignored: Collection[str] = ()) -> str:
     )
 
 
-def describe(value: Any, depth: int = 0) -> str:
+def describe(value: Any) -> str:
     """Return text that stands for ``value`` in any process: no addresses, no hashes.
 
-    Tensors stand by shape, type and a strided sample of their numbers; functions by where they were written and what
-    they have captured; other objects by their attributes.
+    Tensors stand by shape, type and a strided sample of their numbers; functions by their code and what they have
+    captured; other objects by their class and attributes.
     """
-    if isinstance(value, Tensor):
-        return _describe_tensor(value)
-    if value is None or isinstance(value, str | int | float | bool | torch.dtype | torch.device):
-        return repr(value)
-    if depth > MAX_DEPTH:
-        return type(value).__qualname__
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(describe(item, depth + 1) for item in value)}]"
-    if isinstance(value, dict):
-        return str(sorted((str(key), describe(item, depth + 1)) for key, item in value.items()))
-    return _describe_object(value, depth + 1)
+    return _Description().of(value)
 
 
-def _describe_object(value: Any, depth: int) -> str:
-    if isinstance(value, FunctionType | MethodType):
-        function = getattr(value, "__func__", value)
-        captured = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-        owner = getattr(value, "__self__", None)
-        return (
-            f"{function.__module__}.{function.__qualname__} {describe([owner, function.__defaults__, captured], depth)}"
-        )
-    if isinstance(value, nn.Module):
-        return f"{type(value).__name__} {describe(dict(value.state_dict()), depth)}"
-    name = f"{type(value).__module__}.{type(value).__qualname__}"
-    return f"{name} {describe(getattr(value, '__dict__', {}), depth)}"
+class _Description:
+    """One walk through an object and what it holds."""
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+        self._num_objects = 0
+
+    def of(self, value: Any) -> str:
+        if isinstance(value, Tensor):
+            return _describe_tensor(value)
+        if value is None or isinstance(value, _PLAIN):
+            return repr(value)
+        self._num_objects += 1
+        if id(value) in self._open or self._num_objects > MAX_OBJECTS:
+            return _class_name(value)
+        self._open.add(id(value))
+        try:
+            return self._of_container(value)
+        finally:
+            self._open.discard(id(value))
+
+    def _of_container(self, value: Any) -> str:
+        if isinstance(value, list | tuple):
+            return f"[{', '.join(map(self.of, value))}]"
+        if isinstance(value, dict):
+            return str(sorted((self.of(key), self.of(item)) for key, item in value.items()))
+        if isinstance(value, set | frozenset):
+            return str(sorted(map(self.of, value)))
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+            return _describe_tensor(torch.from_numpy(np.ascontiguousarray(value)))
+        return f"{_class_name(value)} {self.of(list(_parts(value)))}"
 
 
-def _is_filled(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
+def _class_name(value: Any) -> str:
+    # The host makes some classes anew at each use, under one name; what they inherit tells them apart.
+    return " ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield what ``value`` is made of."""
+    if isinstance(value, FunctionType):
+        yield from (value.__module__, value.__qualname__, value.__code__, value.__defaults__, value.__kwdefaults__)
+        yield from (cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY)
+    elif isinstance(value, MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, CodeType):
+        yield from (value.co_code, value.co_consts, value.co_names)
+    elif isinstance(value, type):
+        yield from (value.__module__, value.__qualname__)
+    else:
+        if isinstance(value, nn.Module):
+            yield dict(value.state_dict())
+        attributes = getattr(value, "__dict__", {})
+        yield {name: item for name, item in attributes.items() if not (isinstance(value, nn.Module) and name[0] == "_")}
+        yield [getattr(value, name, None) for name in getattr(type(value), "__slots__", ()) if name != "__weakref__"]
 
 
 def _describe_tensor(tensor: Tensor) -> str:

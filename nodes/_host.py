@@ -93,7 +93,8 @@ def _send_text(text: str, node_id: str) -> None:
 
     instance = getattr(server.PromptServer, "instance", None)
     if instance is not None:
-        instance.send_progress_text(text, node_id)
+        # File names may hold halves of characters, which no message can carry.
+        instance.send_progress_text(text.encode("utf-8", "replace").decode("utf-8"), node_id)
 
 
 def reported(*values: Any, report: str, node_id: str | None) -> io.NodeOutput:
@@ -101,7 +102,8 @@ def reported(*values: Any, report: str, node_id: str | None) -> io.NodeOutput:
     LOG.info("%s", report)
     if node_id is not None:
         _send_text(report, node_id)
-    return io.NodeOutput(*values, report, ui=ui.PreviewText(report))
+    shown = report.encode("utf-8", "replace").decode("utf-8")
+    return io.NodeOutput(*values, shown, ui=ui.PreviewText(shown))
 
 
 @contextmanager

@@ -152,8 +152,8 @@ class HostDenoiser:
     def fingerprint(self) -> str:
         """Digest of the weights and of all that acts on them; the host's own patch ids are random."""
         patcher = self._patcher
-        acting = [patcher.object_patches, patcher.wrappers, patcher.model_options.get("transformer_options", {})]
-        return digest([patcher_digest(self._patcher), describe(acting), self.base_name])
+        acting = [patcher.object_patches, patcher.wrappers, patcher.model_options]
+        return digest([patcher_digest(patcher), describe(acting), self.base_name, self.prediction])
 
     @cached_property
     def _config_name(self) -> str:
@@ -324,12 +324,19 @@ class HostDenoiser:
         options["optimized_attention_override"] = _differentiable_attention
         return options
 
+    def load(self) -> None:
+        """Bring the MODEL, with its patches, to where it computes, by the host's own means.
+
+        Another MODEL on the same weights may have been there before, with other parts in the network.
+        """
+        with torch.inference_mode():
+            comfy.model_management.load_models_gpu([self._patcher])
+
     @contextmanager
     def training(self, dtype: torch.dtype) -> Iterator[None]:
-        """Load the MODEL by the host's own means and compute in ``dtype`` until the context ends."""
+        """Load the MODEL and compute in ``dtype`` until the context ends."""
         base, management = self._patcher.model, comfy.model_management
-        with torch.inference_mode():
-            management.load_models_gpu([self._patcher])
+        self.load()
         had_training = getattr(management, "in_training", None)
         compute_dtype = base.manual_cast_dtype
         try:

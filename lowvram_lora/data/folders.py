@@ -12,6 +12,7 @@ from pathlib import Path
 from ..errors import PathError
 
 _IGNORED = ("__macosx", "thumbs.db", "desktop.ini")
+MAX_PART_BYTES = 255
 _NUMBERED = re.compile(r"([0-9]+)_")
 _HOW_TO_ADD = (
     "To allow another folder, add it under 'datasets:' in ComfyUI's extra_model_paths.yaml, for example\n"
@@ -44,6 +45,8 @@ def resolve_folder(typed: str, roots: Sequence[Path]) -> Path:
     text = typed.strip().strip("\"'").strip()
     if not text:
         raise PathError("folder", f"no folder is given. Type the name of one.\n{_allowed(roots)}")
+    if not _can_be_path(text):
+        raise PathError(ascii(text[:80]), f"this can't be a folder's name. Type another.\n{_allowed(roots)}")
     if ".." in re.split(r"[/\\]", text):
         raise PathError(text, f"'..' is not allowed in folder. Type the full path.\n{_allowed(roots)}")
     tried = _candidates(text, roots)
@@ -55,8 +58,11 @@ def resolve_folder(typed: str, roots: Sequence[Path]) -> Path:
 
 def is_inside(path: Path, roots: Sequence[Path]) -> bool:
     """Return whether ``path``, links followed, lies in one of ``roots``."""
-    real = path.resolve()
-    return any(real.is_relative_to(root.resolve()) for root in roots)
+    try:
+        real = path.resolve()
+        return any(real.is_relative_to(root.resolve()) for root in roots)
+    except (OSError, RuntimeError, ValueError):
+        return False  # a link to itself, or no name that the system can hold
 
 
 def list_files(folder: Path, roots: Sequence[Path]) -> Listing:
@@ -101,6 +107,13 @@ def _candidates(text: str, roots: Sequence[Path]) -> list[Path]:
     if Path(text).is_absolute():
         return [Path(os.path.abspath(text))]
     return [Path(os.path.abspath(root / text.replace("\\", "/"))) for root in roots]
+
+
+def _can_be_path(text: str) -> bool:
+    """Return whether a file system can be asked for ``text``: no control characters, no halves, no endless part."""
+    if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text):
+        return False
+    return all(len(part.encode("utf-8")) <= MAX_PART_BYTES for part in re.split(r"[/\\]", text))
 
 
 def _why_unusable(tried: Sequence[Path], roots: Sequence[Path]) -> str:

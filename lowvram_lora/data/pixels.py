@@ -22,6 +22,9 @@ from ..errors import PathError
 # Pillow's own limit, kept here because other packs switch it off for the whole process.
 MAX_IMAGE_PX = 178_956_970
 
+# Only these decoders are asked: others, such as that of EPS, start programs.
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
+
 _ALPHA_MODES = ("RGBA", "LA", "PA", "RGBa")
 
 # What Pillow's plugins raise on damaged files.
@@ -121,12 +124,14 @@ def _strict_decoding() -> Iterator[None]:
 
 
 def _decode(data: bytes) -> Picture:
-    with Image.open(io.BytesIO(data)) as image:
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         if image.width * image.height > MAX_IMAGE_PX:
             raise ValueError(f"{image.width}x{image.height} pixels, over the limit of {MAX_IMAGE_PX}")
         # Phones write MPO: a photo with a small second picture that nobody means to train on.
         is_animated = bool(getattr(image, "is_animated", False)) and image.format != "MPO"
         image.load()
+        if image.mode == "F" and not np.isfinite(np.asarray(image)).all():
+            raise ValueError("some of its pixels are not numbers")
         return Picture(ImageOps.exif_transpose(image), is_animated)
 
 

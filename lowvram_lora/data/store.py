@@ -100,7 +100,7 @@ def generation(root: Path) -> str:
     """
     try:
         text = (root / _GENERATION).read_text(encoding="utf-8").strip()
-    except OSError:
+    except (OSError, ValueError):
         text = ""
     return text or invalidate(root)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import CacheMissError
 from ..ports import Encoding
 from .cache import LATENTS, STRUCTURE, CacheEntry, CacheIndex
+from .encodings import unpack
 from .store import Kind, Stored, UnreadableFileError, discard, invalidate, path_of, read
 
 T = TypeVar("T")
@@ -55,7 +56,7 @@ class TieredCache:
         Raises:
             CacheMissError: they are gone from disk, or damaged. Build Tiered Cache then runs at the next Queue.
         """
-        return self._read("latents", entry.latents_key, entry.name, lambda stored: stored.tensors[LATENTS])
+        return self._read("latents", entry.latents_key, entry.name, lambda stored: _to_latents(stored, entry))
 
     def conditioning(self, entry: CacheEntry) -> Encoding:
         """Return the caption's conditioning, on the CPU.
@@ -76,7 +77,7 @@ class TieredCache:
         try:
             stored = read(path)
             value = part(stored)
-        except (UnreadableFileError, KeyError) as error:
+        except (UnreadableFileError, KeyError, ValueError, TypeError) as error:
             discard(path)
             invalidate(self._index.root)
             raise CacheMissError(name) from error
@@ -94,5 +95,14 @@ class TieredCache:
         self.stats.ram_bytes += num_bytes
 
 
+def _to_latents(stored: Stored, entry: CacheEntry) -> Tensor:
+    latents = stored.tensors[LATENTS]
+    if tuple(latents.shape) != entry.latent_shape:
+        raise ValueError(f"latents of shape {tuple(latents.shape)} in place of {entry.latent_shape}")
+    return latents
+
+
 def _to_encoding(stored: Stored) -> Encoding:
-    return Encoding(stored.tensors, stored.metadata[STRUCTURE])
+    encoding = Encoding(stored.tensors, stored.metadata[STRUCTURE])
+    unpack(encoding)  # raises if the two do not fit together
+    return encoding

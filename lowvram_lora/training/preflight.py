@@ -49,6 +49,7 @@ def check(
     path = _attempt(lambda: _writable_path(loras_root, config), problems)
     if only_path and path is not None:
         return Checked({}, path)
+    denoiser.load()
     layers = _attempt(lambda: select(denoiser.network, config.lora.targets), problems)
     shapes = sorted({entry.latent_shape for entry in recipe.cache.entries})
     problems += denoiser.problems(shapes)

@@ -35,11 +35,13 @@ class RunStore:
         if values is None or values.pop("format", None) != FORMAT:
             return None
         try:
-            lora, _ = file.read(self._weights(fingerprint))
-            values["losses"] = tuple(values["losses"])
-            return Record(**{**values, "memory": _memory(values["memory"]), "lora": lora})
+            lora, metadata = file.read(self._weights(fingerprint))
+            values.update(losses=tuple(values["losses"]), memory=_memory(values["memory"]))
+            record = Record(**values, lora=lora)
         except (PathError, TypeError, KeyError):
             return None
+        is_this = record.fingerprint == metadata.get(file.FINGERPRINT_KEY) == fingerprint
+        return record if is_this and _is_sound(record) else None
 
     def save_memory(self, memory: MemoryRecord) -> None:
         """Keep ``memory`` as the latest run's, finished or not."""
@@ -71,10 +73,25 @@ class RunStore:
     def _read_json(self, name: str) -> dict[str, Any] | None:
         try:
             values = json.loads((self.root / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         return values if isinstance(values, dict) else None
 
 
+def _is_sound(record: Record) -> bool:
+    """Return whether every value has its type: anybody may have edited the file."""
+    numbers = (*record.losses, record.seconds, record.steps, record.num_layers, record.num_parameters)
+    texts = (record.precision, *record.metadata, *record.metadata.values())
+    are_numbers = all(isinstance(value, int | float) for value in numbers)
+    return are_numbers and all(isinstance(text, str) for text in texts) and record.steps == len(record.losses) > 0
+
+
 def _memory(values: dict[str, Any]) -> MemoryRecord:
-    return MemoryRecord(**{**values, "history": tuple(values["history"])})
+    """Return the record in ``values``. Raises ``TypeError`` or ``KeyError`` if it is not one."""
+    memory = MemoryRecord(**{**values, "history": tuple(values["history"])})
+    for counts in (memory.peak, memory.average, *memory.history):
+        if not isinstance(counts, dict) or not all(isinstance(count, int) for count in counts.values()):
+            raise TypeError("counts are no dict of integers")
+    if memory.peak.keys() != memory.average.keys() or not isinstance(memory.steps, int):
+        raise TypeError("counts do not match")
+    return memory

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from lowvram_lora.adapters.attach import Adapters
 from lowvram_lora.adapters.targets import select
 from lowvram_lora.data.tiers import TieredCache
-from lowvram_lora.errors import DivergedError, PreflightError
+from lowvram_lora.errors import DivergedError, PreflightError, UnsupportedModelError
 from lowvram_lora.events import Finished, Saved, Stepped
 from lowvram_lora.fakes import FakeCancel
 from lowvram_lora.training import run as run_module
@@ -415,3 +415,73 @@ def test_the_hosts_block_prefetch_is_off_while_training(denoiser: Any, tmp_path:
     monkeypatch.setattr(type(denoiser.network), "_forward", noted)
     finish(jobs.job(tmp_path, denoiser, steps=1))
     assert seen == [False]
+
+
+@pytest.mark.parametrize("kinds", [("eps", "v_prediction"), ("eps", "lcm")])
+def test_another_kind_of_prediction_is_another_base(model: Any, pack: Any, kinds: tuple[str, str]) -> None:
+    from comfy_extras.nodes_model_advanced import ModelSamplingDiscrete
+
+    patched = [ModelSamplingDiscrete().patch(model, kind, zsnr=False)[0] for kind in (*kinds, kinds[0])]
+    one, other, same = (pack.nodes._models.HostDenoiser(each).fingerprint for each in patched)
+    assert one == same != other
+
+
+def test_what_a_patch_has_captured_is_part_of_the_base(model: Any, pack: Any) -> None:
+    class Reference:
+        def __init__(self, weight: float) -> None:
+            self.images = {"first": [torch.full((3,), weight)]}
+
+        def patch(self, q: Any, k: Any, v: Any, options: Any) -> Any:
+            return q, k, v
+
+    def fingerprint(weight: float) -> str:
+        clone = model.clone()
+        clone.set_model_attn1_patch(Reference(weight).patch)
+        return str(pack.nodes._models.HostDenoiser(clone).fingerprint)
+
+    assert fingerprint(1.0) == fingerprint(1.0) != fingerprint(2.0)
+
+
+def test_a_replaced_part_of_the_network_is_trained_through(model: Any, pack: Any, tmp_path: Path) -> None:
+    import copy
+
+    with torch.inference_mode(False):
+        other = model.clone()
+        part = copy.deepcopy(model.model.diffusion_model.middle_block[1])
+        other.add_object_patch("diffusion_model.middle_block.1", part)
+    replaced, plain = (pack.nodes._models.HostDenoiser(each) for each in (other, model))
+    # The second run begins while the first one's part is still in the network.
+    for name, denoiser in (("replaced", replaced), ("plain", plain)):
+        lora = finish(jobs.job(tmp_path / name, denoiser)).record.lora
+        assert all(tensor.any() for key, tensor in lora.items() if key.endswith("lora_up.weight")), name
+
+
+def test_random_numbers_inside_the_network_follow_the_seed_and_repeat_in_the_recompute(
+    model: Any, pack: Any, tmp_path: Path
+) -> None:
+    drawn: dict[bool, list[float]] = {False: [], True: []}
+
+    def noisy(q: Any, k: Any, v: Any, options: Any) -> Any:
+        mask = torch.rand(1)
+        drawn[torch.is_grad_enabled()].append(float(mask))
+        return q * (1 + mask), k, v
+
+    clone = model.clone()
+    clone.set_model_attn1_patch(noisy)
+    denoiser = pack.nodes._models.HostDenoiser(clone)
+    losses = []
+    for number in range(2):
+        torch.manual_seed(number)
+        losses.append(finish(jobs.job(tmp_path / str(number), denoiser)).record.losses)
+    assert losses[0] == losses[1]
+    # Without gradients in a block's first run, with them in its second: the same numbers, blocks in reverse order.
+    assert len(drawn[True]) > 10 and sorted(drawn[True]) == sorted(drawn[False])
+
+
+def test_a_patch_that_cannot_be_differentiated_is_refused_in_words(model: Any, pack: Any, tmp_path: Path) -> None:
+    with torch.inference_mode():
+        captured = torch.ones(1)
+    clone = model.clone()
+    clone.set_model_attn1_patch(lambda q, k, v, options: (q * captured, k, v))
+    with pytest.raises(UnsupportedModelError, match="Take patches"):
+        finish(jobs.job(tmp_path, pack.nodes._models.HostDenoiser(clone)))
