@@ -68,7 +68,7 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
-        with ctx.source.fetch(ctx.module, grad) as (weight, _, _):
+        with ctx.source.fetch(ctx.module, grad, is_last=True) as (weight, _, _):
             return grad @ weight, None, None
 
 
@@ -86,7 +86,7 @@ class _FrozenConv(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
-        with ctx.source.fetch(ctx.module, grad) as (weight, _, _):
+        with ctx.source.fetch(ctx.module, grad, is_last=True) as (weight, _, _):
             return input_gradient(grad, ctx.shape, weight, ctx.module), None, None
 
 
@@ -115,8 +115,7 @@ class BlockMemory:
     def __init__(self, source: WeightSource) -> None:
         self.is_fetching = False
         self._source = source
-        self._held: dict[tuple[nn.Module, torch.dtype], Weights] | None = None
-        self._undo = ExitStack()
+        self._held: dict[tuple[nn.Module, torch.dtype], tuple[Weights, ExitStack]] | None = None
         self._recorded: list[Tensor] | None = None
         self._replayed: Iterator[Tensor] | None = None
 
@@ -134,29 +133,37 @@ class BlockMemory:
         """Hold weights, and answer convolutions with ``outputs``, as recorded, until the context ends."""
         self._held, self._replayed = {}, iter(outputs)
         try:
-            with ExitStack() as self._undo:
-                yield
+            yield
         finally:
+            for _, context in self._held.values():
+                context.close()
             self._held = self._replayed = None
 
     @contextmanager
-    def fetch(self, module: nn.Module, like: Tensor) -> Iterator[Weights]:
-        """Yield the held weights of ``module``, or fetch them."""
-        found = None if self._held is None else self._held.get((module, like.dtype))
-        if found is not None:
-            yield found
-            return
+    def fetch(self, module: nn.Module, like: Tensor, is_last: bool = False) -> Iterator[Weights]:
+        """Yield the held weights of ``module``, or fetch them.
+
+        Args:
+            is_last: the backward pass asks, and the block will not need them again.
+        """
+        key = module, like.dtype
+        held = self._held.pop(key, None) if self._held else None
+        weights, context = held or self._fetched(module, like)
+        with context:
+            if self._held is not None and weights.stable and not is_last:
+                # The source gets its weights back when the block is done with them.
+                self._held[key] = weights, context.pop_all()
+            yield weights
+
+    def _fetched(self, module: nn.Module, like: Tensor) -> tuple[Weights, ExitStack]:
         with ExitStack() as context:
             self.is_fetching = True
             context.callback(setattr, self, "is_fetching", False)
             weights = context.enter_context(self._source.fetch(module, like))
             context.callback(setattr, self, "is_fetching", True)
             self.is_fetching = False
-            if self._held is not None and weights.stable:
-                self._held[module, like.dtype] = weights
-                # The source gets its weights back when the block is done with them.
-                self._undo.push(context.pop_all())
-            yield weights
+            return weights, context.pop_all()
+        raise AssertionError("the source swallowed an error")
 
     def convolved(self, compute: Callable[[], Tensor]) -> Tensor:
         """Return a convolution's output: the recorded one, or that of ``compute``."""

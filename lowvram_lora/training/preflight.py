@@ -49,11 +49,11 @@ def check(
     path = _attempt(lambda: _writable_path(loras_root, config), problems)
     if only_path and path is not None:
         return Checked({}, path)
-    denoiser.load()
-    layers = _attempt(lambda: select(denoiser.network, config.lora.targets), problems)
-    shapes = sorted({entry.latent_shape for entry in recipe.cache.entries})
-    problems += denoiser.problems(shapes)
+    problems += denoiser.problems(sorted({entry.latent_shape for entry in recipe.cache.entries}))
     problems += _missing_encodings(recipe.cache)
+    if not problems:
+        denoiser.load()
+    layers = _attempt(lambda: select(denoiser.network, config.lora.targets), problems)
     problems += _unfit_layers(denoiser.network)
     problems += _low_rank_layers(layers or {}, config.lora.rank)
     if problems or path is None or layers is None:

@@ -231,8 +231,11 @@ def test_a_model_sampling_node_is_honoured(model: Any, pack: Any) -> None:
 
 
 def test_a_bypass_lora_and_a_function_wrapper_are_refused_by_name(model: Any, pack: Any, tmp_path: Path) -> None:
+    from comfy.patcher_extension import PatcherInjection
+
     patched = model.clone()
-    patched.set_injections("bypass", [object()])
+    nothing = PatcherInjection(inject=lambda patcher: None, eject=lambda patcher: None)
+    patched.set_injections("bypass", [nothing])
     patched.set_model_unet_function_wrapper(lambda apply, args: apply(args["input"], args["timestep"], **args["c"]))
     with pytest.raises(PreflightError, match="bypass") as caught:
         finish(jobs.job(tmp_path, pack.nodes._models.HostDenoiser(patched)))
