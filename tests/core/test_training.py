@@ -18,7 +18,7 @@ from lowvram_lora.config import DataConfig, LoraConfig, OptimConfig, SamplerConf
 from lowvram_lora.data.batches import BatchRecipe
 from lowvram_lora.data.cache import build
 from lowvram_lora.data.scan import scan
-from lowvram_lora.errors import ConfigError, PreflightError
+from lowvram_lora.errors import ConfigError, PathError, PreflightError, UnsupportedModelError
 from lowvram_lora.events import Finished, Saved, Started, Stepped
 from lowvram_lora.memory.meter import HISTORY_LENGTH, Meter
 from lowvram_lora.memory.summary import describe_memory, efficiency
@@ -267,3 +267,64 @@ def test_the_report_says_what_is_not_yet_enforced(job: Job) -> None:
     assert "not yet enforced" in text and str(finished.path) in text and "a note" in text
     again = describe_run(finished.record, finished.path, job.config, (), reused=True)
     assert "no step was run" in again
+
+
+def failing(*_: Any, **__: Any) -> None:
+    raise PathError("somewhere", "can't be written")
+
+
+@pytest.mark.parametrize("method", ["save", "save_memory"])
+def test_a_record_that_cannot_be_kept_costs_no_finished_run(
+    job: Job, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunStore, method, failing)
+    *_, last = run(job)
+    assert last.path.is_file() and not last.reused
+
+
+def test_what_cannot_be_kept_of_a_cancelled_run_does_not_hide_the_cancel(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("lowvram_lora.adapters.file.write", failing)
+    monkeypatch.setattr(RunStore, "save_memory", failing)
+    with pytest.raises(KeyboardInterrupt):
+        list(run(replace(job, cancel=fakes.FakeCancel(5), say=said.append)))
+    assert "could not be kept" in said[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"losses": []},
+        {"losses": ["a"] * 4},
+        {"losses": [None] * 4},
+        {"num_parameters": "x"},
+        {"fingerprint": "another"},
+        {"memory": {}},
+        {"metadata": {"ss_steps": 4}},
+    ],
+)
+def test_a_record_that_somebody_edited_is_not_taken(job: Job, change: dict[str, Any]) -> None:
+    list(run(job))
+    (path,) = [file for file in job.store.root.glob("*.json") if "latest" not in file.name]
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **change}), encoding="utf-8")
+    *_, last = run(job)
+    assert not last.reused
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[", "[" * 100_000, "null", '{"run": 1}', '{"history": [1], "peak": [], "average": {}}']
+)
+def test_a_memory_record_that_is_none_is_as_if_there_were_none(job: Job, text: str) -> None:
+    job.store.root.mkdir()
+    (job.store.root / "latest_memory.json").write_text(text, encoding="utf-8")
+    assert job.store.latest_memory() is None
+
+
+def test_a_network_out_of_reach_of_the_adapters_is_an_error(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        fakes.FakeDenoiser, "predict_x0", lambda self, noised, sigma, conditioning: noised.requires_grad_() * 1.0
+    )
+    with pytest.raises(UnsupportedModelError, match="No gradient"):
+        list(run(job))
