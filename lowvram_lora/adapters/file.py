@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import PathError
@@ -47,8 +47,11 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Not save_file: its files can be read by nobody but their owner.
-        temporary.write_bytes(save(dict(tensors), metadata=dict(metadata)))
+        temporary.touch()
+        ordinary = temporary.stat().st_mode
+        save_file(dict(tensors), temporary, metadata=dict(metadata))
+        # The library's files can be read by nobody but their owner.
+        temporary.chmod(ordinary)
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         raise PathError(path, f"can't be written ({error}). Free some space or choose another folder.") from error

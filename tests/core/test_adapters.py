@@ -41,6 +41,12 @@ CPU = torch.device("cpu")
         "",
         "  ",
         "x|y",
+        "NUL .x",
+        "COM¹",
+        "turned \u202e around",
+        "half \ud800",
+        "x" * 200,
+        "/".join("abcdefghi"),
     ],
 )
 def test_names_that_lead_outside_or_that_windows_cannot_hold_are_refused(name: str, tmp_path: Path) -> None:

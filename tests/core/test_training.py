@@ -176,7 +176,7 @@ def test_a_full_disk_at_the_end_names_the_file(job: Job, monkeypatch: pytest.Mon
     events = run(job)
     for event in events:
         if isinstance(event, Stepped) and event.step == 4:
-            monkeypatch.setattr("lowvram_lora.adapters.file.save", full)
+            monkeypatch.setattr("lowvram_lora.adapters.file.save_file", full)
             break
     with pytest.raises(Exception, match="No space left"):
         list(events)
