@@ -104,6 +104,10 @@ def _mmdit_config() -> dict[str, Any]:
 
 
 def _flux_config() -> dict[str, Any]:
+    from comfy.ldm.flux.model import FluxParams
+
+    # Newer hosts ask for this one; older ones don't know it.
+    more = {"txt_ids_dims": []} if "txt_ids_dims" in FluxParams.__dataclass_fields__ else {}
     return {
         "image_model": "flux",
         "in_channels": 16,
@@ -120,4 +124,5 @@ def _flux_config() -> dict[str, Any]:
         "theta": 10000,
         "qkv_bias": True,
         "guidance_embed": True,
+        **more,
     }
