@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import comfy.model_management
 import comfy.utils
@@ -23,12 +23,22 @@ from ..lowvram_lora.training.record import RunStore
 LOG = logging.getLogger(__name__)
 
 DATASETS_KEY = "datasets"
+CATEGORY = "training/low-VRAM LoRA"
 
 
 def schema(**fields: Any) -> io.Schema:
-    """Build a node schema, leaving out fields that this host's version does not know."""
+    """Build one of the pack's node schemas, leaving out fields that this host's version does not know.
+
+    Every node stands in one category and knows its own id, which ``reported`` and ``Progress`` need.
+    """
     known = {f.name for f in dataclasses.fields(io.Schema)}
+    fields = {"category": CATEGORY, "hidden": [io.Hidden.unique_id], **fields}
     return io.Schema(**{name: value for name, value in fields.items() if name in known})
+
+
+def choice(name: str, literal: Any, default: str, tooltip: str, optional: bool = False) -> Any:
+    """Return a widget that offers the values of ``literal``, a setting's type, so that the two can't differ."""
+    return io.Combo.Input(name, options=list(get_args(literal)), default=default, tooltip=tooltip, optional=optional)
 
 
 def dataset_roots() -> tuple[Path, ...]:

@@ -29,7 +29,6 @@ class BuildTieredCache(io.ComfyNode):
         return schema(
             node_id="LowVRAMBuildTieredCache",
             display_name="Build Tiered Cache",
-            category="training/low-VRAM LoRA",
             description="Encodes images with the VAE and captions with CLIP, once; only what changed is redone.",
             inputs=[
                 io.Custom("LOWVRAM_DATASET").Input("dataset", tooltip="From Load Dataset or Score Complexity."),
@@ -53,7 +52,6 @@ class BuildTieredCache(io.ComfyNode):
                 io.Custom("LOWVRAM_CACHE").Output("cache", display_name="cache"),
                 io.String.Output("report", display_name="report"),
             ],
-            hidden=[io.Hidden.unique_id],
             is_output_node=True,
         )
 

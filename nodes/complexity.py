@@ -24,7 +24,6 @@ class ScoreComplexity(io.ComfyNode):
         return schema(
             node_id="LowVRAMScoreComplexity",
             display_name="Score Complexity",
-            category="training/low-VRAM LoRA",
             description="Scores each sample by its image's entropy and its caption's length.",
             inputs=[
                 DatasetType.Input("dataset", tooltip="From Load Dataset."),
@@ -49,7 +48,6 @@ class ScoreComplexity(io.ComfyNode):
                 DatasetType.Output("scored", display_name="dataset"),
                 io.String.Output("report", display_name="report"),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod

@@ -7,10 +7,10 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..lowvram_lora.config import DataConfig
+from ..lowvram_lora.config import CaptionExtension, DataConfig
 from ..lowvram_lora.data.scan import folder_fingerprint, report, scan
 from ..lowvram_lora.errors import LowVramLoraError
-from ._host import dataset_roots, reported, schema
+from ._host import choice, dataset_roots, reported, schema
 
 DEFAULTS = {field.name: field.default for field in fields(DataConfig)}
 DatasetType = io.Custom("LOWVRAM_DATASET")
@@ -25,7 +25,6 @@ class LoadDataset(io.ComfyNode):
         return schema(
             node_id="LowVRAMLoadDataset",
             display_name="Load Dataset",
-            category="training/low-VRAM LoRA",
             description="Reads a folder of images and captions for LoRA training.",
             inputs=[
                 io.String.Input(
@@ -47,11 +46,11 @@ class LoadDataset(io.ComfyNode):
                     default=DEFAULTS["trigger_word"],
                     tooltip="Put in front of every caption that does not hold it.",
                 ),
-                io.Combo.Input(
+                choice(
                     "caption_extension",
-                    options=["auto", ".txt", ".caption"],
-                    default=DEFAULTS["caption_extension"],
-                    tooltip="auto takes .txt, then .caption.",
+                    CaptionExtension,
+                    DEFAULTS["caption_extension"],
+                    "auto takes .txt, then .caption.",
                 ),
                 io.Int.Input(
                     "bucket_step",
@@ -73,7 +72,6 @@ class LoadDataset(io.ComfyNode):
                 DatasetType.Output("dataset", display_name="dataset"),
                 io.String.Output("report", display_name="report"),
             ],
-            hidden=[io.Hidden.unique_id],
             is_output_node=True,
         )
 

@@ -19,9 +19,7 @@ class VramMonitor(io.ComfyNode):
         return _host.schema(
             node_id="LowVRAMMonitor",
             display_name="VRAM Monitor",
-            category="training/low-VRAM LoRA",
             description="Shows memory now and over the last training run. Put it after LoRA Train (low-VRAM).",
-            hidden=[io.Hidden.unique_id],
             is_output_node=True,
             inputs=[io.AnyType.Input("value", optional=True)],
             outputs=[

@@ -9,7 +9,7 @@ from comfy_api.latest import io
 from ..lowvram_lora.config import MAX_SEED, SamplerConfig, Strategy
 from ..lowvram_lora.data.batches import BatchRecipe
 from ..lowvram_lora.data.cache import CacheIndex
-from ._host import reported, schema
+from ._host import choice, reported, schema
 
 DEFAULTS = {field.name: field.default for field in fields(SamplerConfig)}
 
@@ -23,7 +23,6 @@ class SparseBatchSampler(io.ComfyNode):
         return schema(
             node_id="LowVRAMSparseBatchSampler",
             display_name="Sparse Batch Sampler",
-            category="training/low-VRAM LoRA",
             description="Chooses which samples make each batch; images of one shape go together.",
             inputs=[
                 io.Custom("LOWVRAM_CACHE").Input("cache", tooltip="From Build Tiered Cache."),
@@ -34,11 +33,11 @@ class SparseBatchSampler(io.ComfyNode):
                     max=256,
                     tooltip="Samples in a batch. More needs more VRAM.",
                 ),
-                io.Combo.Input(
+                choice(
                     "strategy",
-                    options=["shuffle", "ordered"],
-                    default=DEFAULTS["strategy"],
-                    tooltip="shuffle draws a new order each epoch; ordered keeps that of the folder.",
+                    Strategy,
+                    DEFAULTS["strategy"],
+                    "shuffle draws a new order each epoch; ordered keeps that of the folder.",
                 ),
                 io.Int.Input(
                     "seed",
@@ -53,7 +52,6 @@ class SparseBatchSampler(io.ComfyNode):
                 io.Custom("LOWVRAM_BATCHES").Output("batches", display_name="batches"),
                 io.String.Output("report", display_name="report"),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from contextlib import closing
-from typing import Any, get_args
+from typing import Any
 
 from comfy_api.latest import io
 
@@ -30,10 +30,8 @@ class LoraTrain(io.ComfyNode):
         return _host.schema(
             node_id="LowVRAMLoRATrain",
             display_name="LoRA Train (low-VRAM)",
-            category="training/low-VRAM LoRA",
             description="Trains a LoRA on the checkpoint that is already loaded, and writes it to models/loras.",
             is_output_node=True,
-            hidden=[io.Hidden.unique_id],
             inputs=[*_main_inputs(), *_further_inputs()],
             outputs=[
                 io.Model.Output("model_out", display_name="MODEL", tooltip="MODEL with the LoRA applied."),
@@ -153,15 +151,23 @@ def _main_inputs() -> list[Any]:
 
 def _further_inputs() -> list[Any]:
     return [
-        _choice("targets", cfg.Targets, _LORA.targets, "Which layers get an adapter."),
-        _choice("precision", cfg.Precision, _TRAIN.precision, "The network's arithmetic; adapters stay float32."),
+        _host.choice("targets", cfg.Targets, _LORA.targets, "Which layers get an adapter.", optional=True),
+        _host.choice(
+            "precision",
+            cfg.Precision,
+            _TRAIN.precision,
+            "The network's arithmetic; adapters stay float32.",
+            optional=True,
+        ),
         io.Boolean.Input(
             "recompute",
             default=_TRAIN.recompute,
             optional=True,
             tooltip="Recompute each block in the backward pass: far less memory, more time.",
         ),
-        _choice("schedule", cfg.Schedule, _OPTIM.schedule, "How the learning rate falls over the run."),
+        _host.choice(
+            "schedule", cfg.Schedule, _OPTIM.schedule, "How the learning rate falls over the run.", optional=True
+        ),
         io.Int.Input(
             "warmup_steps",
             default=_OPTIM.warmup_steps,
@@ -203,7 +209,3 @@ def _further_inputs() -> list[Any]:
             tooltip="Replace a LoRA of the same name. Off: the next free name is taken.",
         ),
     ]
-
-
-def _choice(name: str, literal: Any, default: str, tooltip: str) -> Any:
-    return io.Combo.Input(name, options=list(get_args(literal)), default=default, tooltip=tooltip, optional=True)

@@ -64,11 +64,12 @@ def test_events_come_in_order_and_the_file_is_there(job: Job) -> None:
     assert len(events[-1].record.losses) == 4
 
 
-def test_training_lowers_the_loss(job: Job) -> None:
+def test_training_lowers_the_loss(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     # The same noise every step, so that only the weights change.
+    monkeypatch.setattr(objective, "generator_for", lambda *_: torch.Generator().manual_seed(1))
     config = replace(job.config, steps=60, optim=replace(job.config.optim, schedule="constant", max_grad_norm=0.0))
     losses = [event.loss for event in run(replace(job, config=config)) if isinstance(event, Stepped)]
-    assert sum(losses[-10:]) < sum(losses[:10])
+    assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
 
 
 def test_every_adapter_gets_a_gradient(job: Job) -> None:

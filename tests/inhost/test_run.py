@@ -21,7 +21,7 @@ from lowvram_lora.errors import DivergedError, PreflightError, UnsupportedModelE
 from lowvram_lora.events import Finished, Saved, Stepped
 from lowvram_lora.fakes import FakeCancel
 from lowvram_lora.training import run as run_module
-from lowvram_lora.training.precision import DTYPES
+from lowvram_lora.training.objective import loss_per_sample
 from lowvram_lora.training.run import Job, attached, run
 
 
@@ -159,14 +159,8 @@ def test_the_loss_is_the_usual_epsilon_loss(denoiser: Any, tmp_path: Path) -> No
         x0 = denoiser.predict_x0(x, sigma, conditioning)
     epsilon = (x - x0) / sigma.view(-1, 1, 1, 1)
     latents = x - noise * sigma.view(-1, 1, 1, 1)
-    ours = run_module_loss(x0, latents, denoiser.loss_weight(sigma))
+    ours = loss_per_sample(x0, latents, denoiser.loss_weight(sigma))
     torch.testing.assert_close(ours, (epsilon - noise).square().flatten(1).mean(1), rtol=1e-3, atol=1e-4)
-
-
-def run_module_loss(x0: torch.Tensor, latents: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    from lowvram_lora.training.objective import loss_per_sample
-
-    return loss_per_sample(x0, latents, weight)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -382,10 +376,6 @@ def test_a_cleaned_cache_is_named_before_step_1(denoiser: Any, tmp_path: Path) -
     next(iter((tmp_path / "cache" / "latents").rglob("*.safetensors"))).unlink()
     with pytest.raises(PreflightError, match="Queue again"):
         finish(job)
-
-
-def test_precisions_are_torch_dtypes() -> None:
-    assert set(DTYPES.values()) == {torch.bfloat16, torch.float16, torch.float32}
 
 
 def test_what_acts_inside_the_network_acts_in_training_and_is_part_of_the_base(
