@@ -1,6 +1,6 @@
 """What the core asks of its host, as small protocols. ``fakes.py`` ships a stand-in for each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -71,6 +71,68 @@ class WeightSource(Protocol):
         ...
 
 
+class StoredWeights(WeightSource, Protocol):
+    """Weights as the host keeps them in RAM, for whoever moves them to the device itself."""
+
+    def payload(self, module: nn.Module) -> tuple[Tensor, ...]:
+        """Return everything that must be on the device to use ``module``: weight, bias, scales of a quantised weight.
+
+        Plain contiguous tensors, where the host keeps them; not to be written to. The same number of tensors, shapes
+        and types at every call of a run.
+        """
+        ...
+
+    def finish(self, module: nn.Module, payload: Sequence[Tensor], like: Tensor) -> Weights:
+        """Return the weights made of ``payload``, which is on ``like.device`` by now: dequantised, patched, cast.
+
+        May alias ``payload``; ``stable`` says nothing here.
+        """
+        ...
+
+
+class Transfers(Protocol):
+    """Copies between RAM and one device, beside the computation.
+
+    A fence is an opaque token. Computation and copies each run in the order they were issued; nothing else is ordered
+    but by fences.
+    """
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """Return ``num_bytes`` of device memory, ``uint8``."""
+        ...
+
+    def copy_in(self, target: Tensor, source: Tensor, after: Sequence[Any] = ()) -> Any:
+        """Start to copy ``source`` (RAM) into ``target`` (device) once all ``after`` have passed; return its fence."""
+        ...
+
+    def wait(self, fence: Any) -> None:
+        """Let computation that is issued from now on wait for ``fence``."""
+        ...
+
+    def mark(self) -> Any:
+        """Return a fence that passes when the computation issued so far is done."""
+        ...
+
+    def released(self, region: Tensor) -> None:
+        """Learn that nobody will read ``region`` of a buffer before it is copied into again."""
+        ...
+
+    def to_ram(self, tensor: Tensor) -> Any:
+        """Return a copy of ``tensor`` in RAM that ``from_ram`` takes, in order with the computation."""
+        ...
+
+    def from_ram(self, kept: Any) -> Tensor:
+        """Return a device copy of what ``to_ram`` was given, in order with the computation."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything; copies under way are finished first."""
+        ...
+
+
 class Denoiser(Protocol):
     """A loaded model, ready to be trained on."""
 
@@ -80,7 +142,7 @@ class Denoiser(Protocol):
         ...
 
     @property
-    def weights(self) -> WeightSource: ...
+    def weights(self) -> StoredWeights: ...
 
     @property
     def device(self) -> torch.device:
@@ -161,12 +223,40 @@ class Denoiser(Protocol):
         """Hold the host in a state fit for training with ``dtype`` arithmetic; undo it on every way out."""
         ...
 
+    def simulating(self, dtype: torch.dtype, attention: Callable[..., Tensor]) -> AbstractContextManager[None]:
+        """Hold the host so that ``predict_x0`` runs on tensors that have no data; undo it on every way out.
+
+        Nothing is loaded or moved. Timesteps are not looked up; wherever the network attends, ``attention(q, k, v,
+        mask)`` is called with ``[B, heads, N, head_dim]`` and gives the same shape as ``q``.
+        """
+        ...
+
 
 class Hardware(Protocol):
-    """What the process and its device use now."""
+    """The process and its device: what they use, what they have, and the ceiling on it."""
 
     def sample(self) -> dict[str, int]:
         """Return byte counts: ``ram``, ``device_allocated``, ``device_reserved``, ``device_total`` ..."""
+        ...
+
+    def available(self) -> int | None:
+        """Return the device bytes this run may take: what is free, less the host's reserve. None without a device."""
+        ...
+
+    def total(self) -> int | None:
+        """Return the device's memory in bytes, or None without a device."""
+        ...
+
+    def ram_available(self) -> int:
+        """Return the RAM in bytes that can be taken without paging."""
+        ...
+
+    def capped(self, num_bytes: int) -> AbstractContextManager[None]:
+        """Let the process's allocator raise out-of-memory above ``num_bytes`` until the context ends."""
+        ...
+
+    def release_cached(self) -> None:
+        """Give memory that the allocator holds for later back to the device."""
         ...
 
 

@@ -1,0 +1,94 @@
+"""What a simulated step tells about a job: bytes and work, by layer and block. What a plan is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Device addresses that weights start at in the ring; what the fastest kernels ask for.
+ALIGNMENT = 256
+
+
+def aligned(num_bytes: int) -> int:
+    """Return ``num_bytes`` rounded up to the alignment."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """One layer's weight as it is stored.
+
+    Attributes:
+        path: in the network.
+        block: path of the block that holds it, or None.
+        num_bytes: device bytes of its payload, each tensor aligned.
+    """
+
+    path: str
+    block: str | None
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockFacts:
+    """One block in a step in which every block is recomputed and keeps its convolutions.
+
+    Bytes are those that live beside small parameters, adapters, gradients and optimizer state.
+
+    Attributes:
+        path: in the network.
+        flops: of one forward run.
+        forward_peak: the most live bytes while it runs forward.
+        backward_peak: the most live bytes while it runs again and backward.
+        activation_bytes: what it would keep from forward to backward were it not recomputed, beyond its inputs.
+        input_bytes: what its inputs take up, from forward to backward, that nothing else holds.
+        convolution_bytes: the kept outputs of its frozen convolutions; they live from its forward to its backward.
+        gradient_bytes: the adapters' gradients that live when it has run backward, in a step's first pass.
+        writes_in_place: whether it writes over tensors it was given.
+    """
+
+    path: str
+    flops: int
+    forward_peak: int
+    backward_peak: int
+    activation_bytes: int
+    input_bytes: int
+    convolution_bytes: int
+    gradient_bytes: int
+    writes_in_place: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """A step at one micro-batch: every block recomputed, no weight resident, no ring.
+
+    Attributes:
+        blocks: in forward order.
+        other_peak: the most live bytes outside any block, counted as in ``BlockFacts``.
+        other_flops: of the forward work outside blocks.
+    """
+
+    blocks: tuple[BlockFacts, ...]
+    other_peak: int
+    other_flops: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """All that a plan needs to know about model and data.
+
+    Attributes:
+        layers: every matrix, in the order the forward pass fetches them.
+        batch_size: samples of the largest batch.
+        passes: batches that make a step (gradient accumulation).
+        steps: by micro-batch; holds 1 and ``batch_size``.
+        small_bytes: the device clones of norms and free parameters.
+        adapter_bytes: trained parameters in float32; float32 gradients take as much, AdamW's state twice as much.
+    """
+
+    layers: tuple[LayerFacts, ...]
+    batch_size: int
+    passes: int
+    steps: Mapping[int, StepFacts]
+    small_bytes: int
+    adapter_bytes: int
