@@ -22,11 +22,16 @@ class LayerFacts:
         path: in the network.
         block: path of the block that holds it, or None.
         num_bytes: device bytes of its payload, each tensor aligned.
+        read_again: a recomputed block that keeps its convolutions reads it in its second run; frozen convolutions
+            are not read there.
+        read_backward: the backward pass reads it for its input's gradient; not where the input needs none.
     """
 
     path: str
     block: str | None
     num_bytes: int
+    read_again: bool = True
+    read_backward: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +49,8 @@ class BlockFacts:
         input_bytes: what its inputs take up, from forward to backward, that nothing else holds.
         convolution_bytes: the kept outputs of its frozen convolutions; they live from its forward to its backward.
         gradient_bytes: the adapters' gradients that live when it has run backward, in a step's first pass.
-        writes_in_place: whether it writes over tensors it was given.
+        writes_in_place: whether it writes over tensors it was given; such a block is always recomputed.
+        convolution_flops: the part of ``flops`` that kept convolutions save in the second run.
     """
 
     path: str
@@ -56,6 +62,7 @@ class BlockFacts:
     convolution_bytes: int
     gradient_bytes: int
     writes_in_place: bool
+    convolution_flops: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +73,15 @@ class StepFacts:
         blocks: in forward order.
         other_peak: the most live bytes outside any block, counted as in ``BlockFacts``.
         other_flops: of the forward work outside blocks.
+        between_peaks: ``other_peak`` by place: item ``i`` is the most live bytes outside blocks while exactly the
+            first ``i`` blocks hold something for the backward pass; one more item than blocks. Empty where it was
+            not measured: ``other_peak`` then stands for every place.
     """
 
     blocks: tuple[BlockFacts, ...]
     other_peak: int
     other_flops: int
+    between_peaks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +95,7 @@ class Facts:
         steps: by micro-batch; holds 1 and ``batch_size``.
         small_bytes: the device clones of norms and free parameters.
         adapter_bytes: trained parameters in float32; float32 gradients take as much, AdamW's state twice as much.
+        update_bytes: what the optimizer's update holds for a moment beside parameters, gradients and state.
     """
 
     layers: tuple[LayerFacts, ...]
@@ -92,3 +104,4 @@ class Facts:
     steps: Mapping[int, StepFacts]
     small_bytes: int
     adapter_bytes: int
+    update_bytes: int = 0
