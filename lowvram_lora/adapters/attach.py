@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import LoraConfig
-from ..memory.frozen import BlockMemory, frozen_forward, is_linear
+from ..memory.frozen import BlockMemory, is_linear
+from .fused import fused_forward
 
 _ADAPTER = "default"
 _CONVS: dict[int, type[nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -27,7 +27,7 @@ class Adapters:
         self.layers = layers
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the float32 parameters, in a fixed order."""
+        """Return the trained parameters, in a fixed order."""
         return [p for layer in self.layers.values() for p in layer.parameters() if p.requires_grad]
 
     def state(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -36,12 +36,19 @@ class Adapters:
         return {path: (down.weight.detach(), up.weight.detach()) for path, (down, up) in pairs}
 
 
-def build(layers: dict[str, nn.Module], config: LoraConfig, seed: int, device: torch.device) -> Adapters:
+def build(
+    layers: dict[str, nn.Module],
+    config: LoraConfig,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> Adapters:
     """Make a fresh adapter for every layer: down from a Kaiming draw, up zero, so that the output does not change.
 
     Args:
         layers: host layers by path.
         seed: decides the draw; the global generator is left as it was.
+        dtype: of the parameters; the draw is the float32 one, rounded.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
@@ -54,8 +61,12 @@ def build(layers: dict[str, nn.Module], config: LoraConfig, seed: int, device: t
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(peft_config, shadow, adapter_name=_ADAPTER)
-    adapters = Adapters({path: shadow.get_submodule(path).to(device) for path in layers})
-    assert all(p.dtype == torch.float32 for p in adapters.parameters()), "PEFT took another dtype than the stand-in's"
+    adapters = Adapters({path: shadow.get_submodule(path) for path in layers})
+    for layer in adapters.layers.values():
+        # Not the whole layer: moving the stand-in would give its weight the memory it does without.
+        for part in _pair(layer):
+            part.to(device, dtype)
+    assert all(p.dtype == dtype for p in adapters.parameters()), "PEFT took another dtype than the stand-in's"
     return adapters
 
 
@@ -64,30 +75,9 @@ def adapted_forwards(
 ) -> Iterable[tuple[nn.Module, Callable[..., Any]]]:
     """Yield every adapted layer with the forward that adds its adapter to the frozen base."""
     for path, module in layers.items():
-        yield module, _adapted(frozen_forward(module, source), adapters.layers[path])
-
-
-def _adapted(base: Callable[[Tensor], Tensor], layer: Any) -> Callable[[Tensor], Tensor]:
-    """PEFT's forward in the input's dtype.
-
-    PEFT casts the input to the adapter's float32 and keeps that copy; here the small matrices are cast instead.
-    """
-    down, up = _pair(layer)
-    scaling = float(layer.scaling[_ADAPTER])
-
-    def linear(x: Tensor) -> Tensor:
-        out = base(x)
-        hidden = F.linear(x, down.weight.to(x.dtype))
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        total = torch.addmm(out.view(-1, out.shape[-1]), rows, up.weight.to(x.dtype).t(), alpha=scaling)
-        return total.view(out.shape)
-
-    def conv(x: Tensor) -> Tensor:
-        hidden = down._conv_forward(x, down.weight.to(x.dtype), None)
-        delta: Tensor = up._conv_forward(hidden, up.weight.to(x.dtype), None)
-        return torch.add(base(x), delta, alpha=scaling)
-
-    return linear if is_linear(up) else conv
+        layer: Any = adapters.layers[path]
+        down, up = _pair(layer)
+        yield module, fused_forward(module, source, down.weight, up.weight, float(layer.scaling[_ADAPTER]))
 
 
 def _pair(layer: Any) -> tuple[Any, Any]:

@@ -185,3 +185,23 @@ def test_our_arithmetic_is_pefts(layer: Any) -> None:
         results.append([out.detach(), leaf.grad, *[p.grad.clone() for p in adapters.parameters()]])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_adapters_in_another_type_start_from_the_same_draw() -> None:
+    layers = select(FakeNetwork(), "all linear")
+    exact, rounded = (
+        build(layers, LoraConfig(rank=2, alpha=3.0), seed=4, device=CPU, dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert all(p.dtype == torch.bfloat16 for p in rounded.parameters())
+    for a, b in zip(exact.parameters(), rounded.parameters(), strict=True):
+        assert torch.equal(a.bfloat16(), b)
+
+
+def test_the_layers_that_stand_in_for_the_base_take_no_memory_on_any_device() -> None:
+    layers = select(FakeNetwork(), "all linear")
+    adapters = build(layers, LoraConfig(rank=2, alpha=3.0), 4, torch.device("meta"), torch.bfloat16)
+    assert all(p.is_meta for p in adapters.parameters())
+    for layer in adapters.layers.values():
+        weight: Any = layer.base_layer.weight
+        assert weight.untyped_storage().nbytes() == 4
