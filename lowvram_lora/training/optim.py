@@ -1,21 +1,89 @@
 """Optimizer and learning-rate schedule from flat settings."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..config import OptimConfig
+from ..memory.setting import Setting
+from ..ports import Transfers
+from .lowbit import RoundedAdamW
+from .moments import Moments
 
 # The optimizers torch ships a fused kernel for; elsewhere the ordinary one serves.
 _FUSED_DEVICES = ("cpu", "cuda")
 
 
-def build_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
-    """Return AdamW over float32 ``parameters``."""
-    fused = parameters[0].device.type in _FUSED_DEVICES
-    return torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay, fused=fused)
+class PlainAdamW(torch.optim.AdamW):
+    """torch's AdamW, with all of its state there before the first step.
+
+    Attributes:
+        moments: its state, which may wait in RAM between steps.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *, lr: float, weight_decay: float) -> None:
+        device = parameters[0].device
+        is_fused = device.type in _FUSED_DEVICES
+        # torch's choice, but without data there is nothing to be fast about.
+        foreach = False if device.type == "meta" else None
+        super().__init__(parameters, lr=lr, weight_decay=weight_decay, fused=is_fused, foreach=foreach)
+        # Where torch keeps its step counts; of numbers without data it could read none.
+        counts = torch.zeros(len(parameters), dtype=torch.float32, device=device if is_fused else "cpu")
+        for number, parameter in enumerate(parameters):
+            self.state[parameter]["step"] = counts[number]
+        self.moments = Moments(self.state, parameters, parameters[0].dtype)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; return what ``closure`` does."""
+        with self.moments.on_device():
+            return super().step(closure)
+
+
+Optimizer = PlainAdamW | RoundedAdamW
+
+
+def build_optimizer(
+    parameters: Sequence[nn.Parameter],
+    config: OptimConfig,
+    setting: Setting | None = None,
+    *,
+    seed: int = 0,
+    transfers: Transfers | None = None,
+) -> Optimizer:
+    """Return AdamW over ``parameters``, its state made already, where ``setting`` wants it.
+
+    Args:
+        setting: decides the state's type and place; the parameters have theirs already.
+        seed: decides how bfloat16 is rounded.
+        transfers: needed where the state is to wait in RAM.
+    """
+    setting = setting or Setting()
+    optimizer: Optimizer
+    if torch.bfloat16 in (parameters[0].dtype, setting.optimizer_dtype):
+        optimizer = RoundedAdamW(
+            parameters,
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            dtype=setting.optimizer_dtype,
+            seed=seed,
+        )
+    else:
+        optimizer = PlainAdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
+    place_state(optimizer, setting, transfers)
+    return optimizer
+
+
+def place_state(optimizer: Optimizer, setting: Setting, transfers: Transfers | None) -> None:
+    """Let the optimizer's state stay where ``setting`` wants it from now on, between steps too; no number changes."""
+    if not setting.optimizer_in_ram:
+        optimizer.moments.keep_on_device()
+    else:
+        assert transfers is not None, "a state can't go to RAM without transfers"
+        optimizer.moments.keep_in_ram(transfers)
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, steps: int) -> Any:

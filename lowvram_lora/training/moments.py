@@ -1,0 +1,136 @@
+"""AdamW's moments: made before the first step, in a few large tensors that can wait in RAM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ports import Transfers
+
+# Large enough that copies are few, small enough that a device short of memory finds room.
+CHUNK_ELEMENTS = 2**20
+
+
+@dataclass
+class Chunk:
+    """Both moments of consecutive parameters in one tensor: all first moments, then all second ones.
+
+    Attributes:
+        flat: on the device, or None while they wait in RAM.
+        kept: what ``Transfers.to_ram`` gave, or None.
+    """
+
+    parameters: list[nn.Parameter]
+    flat: Tensor | None
+    kept: Any = None
+
+
+class Moments:
+    """The moments of ``parameters``; ``state`` is the optimizer's own, and refers to them while they are there.
+
+    They are zero at first and take exactly as many bytes as those of separate tensors.
+    """
+
+    def __init__(self, state: MutableMapping[Any, Any], parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+        self._state = state
+        self._transfers: Transfers | None = None
+        self.chunks = [
+            Chunk(part, torch.zeros(2 * _num_elements(part), dtype=dtype, device=part[0].device))
+            for part in _parts(parameters)
+        ]
+        for chunk in self.chunks:
+            self._bring(chunk)
+
+    def keep_in_ram(self, transfers: Transfers) -> None:
+        """Let the moments wait in RAM from now on, but for the time of a step; no number changes.
+
+        They go there at once, through ``transfers``. If they wait in RAM by way of another one, that is used once more.
+        """
+        for chunk in self.chunks:
+            self._bring(chunk)
+            chunk.kept = None
+            self._leave(chunk, transfers)
+        self._transfers = transfers
+
+    def keep_on_device(self) -> None:
+        """Let the moments stay on the device from now on; if there is no room for them, nothing has changed."""
+        if self._transfers is None:
+            return
+        with self._brought():
+            pass
+        self._transfers = None
+        for chunk in self.chunks:
+            chunk.kept = None
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Have the moments on the device until the context ends.
+
+        An error inside leaves those that wait in RAM as they were before.
+        """
+        if self._transfers is None:
+            yield
+            return
+        with self._brought():
+            yield
+        for chunk in self.chunks:
+            chunk.kept = None
+        for chunk in self.chunks:
+            self._leave(chunk, self._transfers)
+
+    @contextmanager
+    def _brought(self) -> Iterator[None]:
+        try:
+            for chunk in self.chunks:
+                self._bring(chunk)
+            yield
+        except BaseException:
+            for chunk in self.chunks:
+                if chunk.kept is not None:
+                    self._drop(chunk)
+            raise
+
+    def _bring(self, chunk: Chunk) -> None:
+        if chunk.flat is None:
+            assert self._transfers is not None
+            chunk.flat = self._transfers.from_ram(chunk.kept)
+        first, second = (views(half, chunk.parameters) for half in chunk.flat.chunk(2))
+        for parameter, exp_avg, exp_avg_sq in zip(chunk.parameters, first, second, strict=True):
+            self._state[parameter].update(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+
+    def _leave(self, chunk: Chunk, transfers: Transfers) -> None:
+        assert chunk.flat is not None
+        chunk.kept = transfers.to_ram(chunk.flat)
+        self._drop(chunk)
+
+    def _drop(self, chunk: Chunk) -> None:
+        chunk.flat = None
+        for parameter in chunk.parameters:
+            self._state[parameter].pop("exp_avg", None)
+            self._state[parameter].pop("exp_avg_sq", None)
+
+
+def views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return ``flat``, one element for each of the parameters', as tensors of their shapes."""
+    pieces = flat.split([parameter.numel() for parameter in parameters])
+    return [piece.view(parameter.shape) for piece, parameter in zip(pieces, parameters, strict=True)]
+
+
+def _parts(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    part: list[nn.Parameter] = []
+    for parameter in parameters:
+        if part and _num_elements(part) + parameter.numel() > CHUNK_ELEMENTS:
+            yield part
+            part = []
+        part.append(parameter)
+    if part:
+        yield part
+
+
+def _num_elements(parameters: Sequence[Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
