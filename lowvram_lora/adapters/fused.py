@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..memory.convolution import convolve, geometry, input_gradient
@@ -53,20 +54,15 @@ def fused_forward(
     return forward
 
 
-def _linear(x: Tensor, layer: _Layer, is_last: bool = False) -> tuple[Tensor, Tensor]:
+def _linear(x: Tensor, layer: _Layer, is_last: bool = True) -> tuple[Tensor, Tensor]:
     """Return the output and ``x D^T`` as rows ``[N, r]``."""
     rows = x.reshape(-1, x.shape[-1])
-    hidden = torch.mm(rows, layer.down.to(x.dtype).t())
-    with layer.source.fetch(layer.module, x, is_last=is_last) as (weight, bias, _):
-        out = x.new_empty((*x.shape[:-1], weight.shape[0]))
-        flat = out.view(-1, weight.shape[0])
-        if bias is None:
-            torch.mm(rows, weight.t(), out=flat)
-        else:
-            torch.addmm(bias, rows, weight.t(), out=flat)
+    hidden = F.linear(rows, layer.down.to(x.dtype))
+    with layer.source.fetch(layer.module, x, is_last) as (weight, bias, _):
+        out = F.linear(rows, weight, bias)
     # Not in place by its name: a block that writes in place is recomputed in another way.
-    torch.addmm(flat, hidden, layer.up.to(x.dtype).t(), alpha=layer.scaling, out=flat)
-    return out, hidden
+    torch.addmm(out, hidden, layer.up.to(x.dtype).t(), alpha=layer.scaling, out=out)
+    return out.view(*x.shape[:-1], out.shape[1]).data, hidden
 
 
 def _scaled_mm(a: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -101,7 +97,7 @@ class _FusedLinear(torch.autograd.Function):
         return grad_x, grad_down.to(down.dtype), grad_up.to(up.dtype), None
 
 
-def _conv(x: Tensor, layer: _Layer, is_last: bool = False) -> tuple[Tensor, Tensor]:
+def _conv(x: Tensor, layer: _Layer, is_last: bool = True) -> tuple[Tensor, Tensor]:
     """Return the output and what the down convolution gives.
 
     A block's second run is answered with both from its first: sums included, since the adapter is the same in both.
@@ -112,7 +108,7 @@ def _conv(x: Tensor, layer: _Layer, is_last: bool = False) -> tuple[Tensor, Tens
         return torch.convolution(x, layer.down.to(x.dtype), None, **geometry(module))
 
     def total() -> Tensor:
-        with source.fetch(module, x, is_last=is_last) as (weight, bias, _):
+        with source.fetch(module, x, is_last) as (weight, bias, _):
             out = convolve(x, weight, bias, module)
         # A view that can't be made raises; a copy would lose the sum.
         flat, up = out.view(*out.shape[:2], -1), layer.up.to(x.dtype).flatten(1)

@@ -64,7 +64,7 @@ class RoundedAdamW(torch.optim.Optimizer):
         self._generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return what ``closure`` does."""
         loss = None
         if closure is not None:
@@ -81,7 +81,7 @@ class RoundedAdamW(torch.optim.Optimizer):
                     self._update(chunk, first, run, work, {**group, "step": steps})
         return loss
 
-    def _runs(self, chunk: Chunk) -> Iterator[tuple[int, list[nn.Parameter], int]]:
+    def _runs(self, chunk: Chunk) -> Iterator[tuple[int, list[Tensor], int]]:
         """Yield neighbours that have a gradient and as many steps behind them, from where in the chunk; count this."""
         offsets = accumulate((parameter.numel() for parameter in chunk.parameters), initial=0)
         pairs = zip(offsets, chunk.parameters, strict=False)
@@ -92,7 +92,7 @@ class RoundedAdamW(torch.optim.Optimizer):
                     self.state[parameter]["step"] = steps + 1
                 yield places[0], list(parameters), steps + 1
 
-    def _update(self, chunk: Chunk, first: int, run: list[nn.Parameter], work: Tensor, options: dict[str, Any]) -> None:
+    def _update(self, chunk: Chunk, first: int, run: list[Tensor], work: Tensor, options: dict[str, Any]) -> None:
         beta1, beta2 = options["betas"]
         size = sum(parameter.numel() for parameter in run)
         gradient, weights, exp_avg, exp_avg_sq = work[:, :size]
@@ -105,7 +105,7 @@ class RoundedAdamW(torch.optim.Optimizer):
             exp_avg_sq.copy_(stored[1])
         shaped = views(weights, run)
         torch._foreach_copy_(shaped, run)
-        torch._foreach_copy_(views(gradient, run), [parameter.grad for parameter in run])
+        torch._foreach_copy_(views(gradient, run), [parameter.grad for parameter in run if parameter.grad is not None])
 
         exp_avg.lerp_(gradient, 1 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)

@@ -117,7 +117,7 @@ class Moments:
 
 def views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return ``flat``, one element for each of the parameters', as tensors of their shapes."""
-    pieces = flat.split([parameter.numel() for parameter in parameters])
+    pieces = torch.split(flat, [parameter.numel() for parameter in parameters])
     return [piece.view(parameter.shape) for piece, parameter in zip(pieces, parameters, strict=True)]
 
 
