@@ -7,8 +7,10 @@
     │   ├── DatasetError       what was found in the folder instead of usable images
     │   └── PreflightError     everything found wrong before step 1
     ├── CacheMissError         name: a cached encoding that is gone from disk
+    ├── BudgetError            budget, needed, refusals: the job does not fit into the device memory it may use
     ├── UnsupportedModelError  what, remedy: a part of MODEL, CLIP or VAE that can't be trained with
     ├── NothingToTrainError    targets: a preset that matched no layer
+    ├── OutOfMemoryError       step, cause, kept: device memory ran out where nothing takes less
     └── DivergedError          step, cause, kept: the loss or the gradients are no usable numbers any more
 
 A message says what happened, the value, what was expected and what to do; the fields carry the same as data.
@@ -73,6 +75,32 @@ class CacheMissError(LowVramLoraError):
         self.name = name
 
 
+class BudgetError(LowVramLoraError):
+    """A job that does not fit into the device memory it may use.
+
+    Attributes:
+        budget: bytes.
+        needed: the smallest budget in which it fits, in bytes; None where that is not the question.
+        refusals: techniques that would take less, each with the reason why it is not used.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        remedy: str,
+        *,
+        budget: int,
+        needed: int | None,
+        refusals: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        reasons = "; ".join(f"{technique} ({reason})" for technique, reason in refusals)
+        super().__init__(f"{problem} {remedy}" + (f" Not used: {reasons}." if reasons else ""))
+        self.budget = budget
+        self.needed = needed
+        self.refusals = tuple(refusals)
+        self.remedy = remedy
+
+
 class UnsupportedModelError(LowVramLoraError):
     """A part of MODEL, CLIP or VAE that training can't honour."""
 
@@ -100,6 +128,19 @@ class DivergedError(LowVramLoraError):
         super().__init__(
             f"Training stopped at step {step}: {cause}. {kept} "
             "Lower learning_rate, or choose precision bf16 or fp32 if this was fp16."
+        )
+        self.step = step
+        self.cause = cause
+        self.kept = kept
+
+
+class OutOfMemoryError(LowVramLoraError):
+    """Device memory ran out, and no plan takes less."""
+
+    def __init__(self, step: int, cause: str, kept: str) -> None:
+        super().__init__(
+            f"Device memory ran out at step {step}, on the plan that takes least ({cause}). {kept} Lower resolution on "
+            "Load Dataset, or rank on LoRA Train (low-VRAM), or close what else uses the card."
         )
         self.step = step
         self.cause = cause
