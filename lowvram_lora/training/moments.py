@@ -39,12 +39,11 @@ class Moments:
     def __init__(self, state: MutableMapping[Any, Any], parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
         self._state = state
         self._transfers: Transfers | None = None
-        self.chunks = [
-            Chunk(part, torch.zeros(2 * _num_elements(part), dtype=dtype, device=part[0].device))
-            for part in _parts(parameters)
-        ]
-        for chunk in self.chunks:
-            self._bring(chunk)
+        self.chunks: list[Chunk] = []
+        for part in _parts(parameters):
+            flat = torch.zeros(2 * _num_elements(part), dtype=dtype, device=part[0].device)
+            self._refer_to(flat, part)
+            self.chunks.append(Chunk(part, flat))
 
     def keep_in_ram(self, transfers: Transfers) -> None:
         """Let the moments wait in RAM from now on, but for the time of a step; no number changes.
@@ -53,66 +52,56 @@ class Moments:
         """
         for chunk in self.chunks:
             self._bring(chunk)
-            chunk.kept = None
             self._leave(chunk, transfers)
         self._transfers = transfers
 
     def keep_on_device(self) -> None:
         """Let the moments stay on the device from now on; if there is no room for them, nothing has changed."""
-        if self._transfers is None:
-            return
-        with self._brought():
-            pass
+        try:
+            for chunk in self.chunks:
+                self._bring(chunk)
+        except BaseException:
+            self._leave_all()
+            raise
         self._transfers = None
-        for chunk in self.chunks:
-            chunk.kept = None
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Have the moments on the device until the context ends.
-
-        An error inside leaves those that wait in RAM as they were before.
-        """
+        """Have the moments on the device until the context ends."""
         if self._transfers is None:
             yield
             return
-        with self._brought():
-            yield
-        for chunk in self.chunks:
-            chunk.kept = None
-        for chunk in self.chunks:
-            self._leave(chunk, self._transfers)
-
-    @contextmanager
-    def _brought(self) -> Iterator[None]:
         try:
             for chunk in self.chunks:
                 self._bring(chunk)
             yield
-        except BaseException:
-            for chunk in self.chunks:
-                if chunk.kept is not None:
-                    self._drop(chunk)
-            raise
+        finally:
+            self._leave_all()
 
     def _bring(self, chunk: Chunk) -> None:
-        if chunk.flat is None:
-            assert self._transfers is not None
-            chunk.flat = self._transfers.from_ram(chunk.kept)
-        first, second = (views(half, chunk.parameters) for half in chunk.flat.chunk(2))
-        for parameter, exp_avg, exp_avg_sq in zip(chunk.parameters, first, second, strict=True):
+        if chunk.flat is not None:
+            return
+        assert self._transfers is not None
+        chunk.flat = self._transfers.from_ram(chunk.kept)
+        chunk.kept = None
+        self._refer_to(chunk.flat, chunk.parameters)
+
+    def _refer_to(self, flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        first, second = (views(half, parameters) for half in flat.chunk(2))
+        for parameter, exp_avg, exp_avg_sq in zip(parameters, first, second, strict=True):
             self._state[parameter].update(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+
+    def _leave_all(self) -> None:
+        for chunk in self.chunks:
+            if chunk.flat is not None and self._transfers is not None:
+                self._leave(chunk, self._transfers)
 
     def _leave(self, chunk: Chunk, transfers: Transfers) -> None:
         assert chunk.flat is not None
         chunk.kept = transfers.to_ram(chunk.flat)
-        self._drop(chunk)
-
-    def _drop(self, chunk: Chunk) -> None:
         chunk.flat = None
         for parameter in chunk.parameters:
-            self._state[parameter].pop("exp_avg", None)
-            self._state[parameter].pop("exp_avg_sq", None)
+            del self._state[parameter]["exp_avg"], self._state[parameter]["exp_avg_sq"]
 
 
 def views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
