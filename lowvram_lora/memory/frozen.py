@@ -9,10 +9,11 @@ itself is ever computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ports import Weights, WeightSource
@@ -50,20 +51,18 @@ def why_not(module: nn.Module) -> str | None:
     return None
 
 
+def _linear(x: Tensor, module: nn.Module, source: BlockMemory, is_last: bool = True) -> Tensor:
+    with source.fetch(module, x, is_last) as (weight, bias, _):
+        out = F.linear(x, weight, bias)
+    # Not a view, as the product is for 3-D input: the Flux family adds to it in place.
+    return out.data
+
+
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: nn.Module, source: BlockMemory) -> Tensor:
         ctx.module, ctx.source = module, source
-        with source.fetch(module, x) as (weight, bias, _):
-            # The result must own its storage: F.linear's is a view for 3-D input, and the Flux family adds to it
-            # in place.
-            out = x.new_empty(*x.shape[:-1], weight.shape[0])
-            rows, flat = x.reshape(-1, x.shape[-1]), out.view(-1, weight.shape[0])
-            if bias is None:
-                torch.mm(rows, weight.t(), out=flat)
-            else:
-                torch.addmm(bias, rows, weight.t(), out=flat)
-        return out
+        return _linear(x, module, source, is_last=not ctx.needs_input_grad[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -72,16 +71,19 @@ class _FrozenLinear(torch.autograd.Function):
             return grad @ weight, None, None
 
 
+def _conv(x: Tensor, module: nn.Module, source: BlockMemory, is_last: bool = True) -> Tensor:
+    def compute() -> Tensor:
+        with source.fetch(module, x, is_last) as (weight, bias, _):
+            return convolve(x, weight, bias, module)
+
+    return source.convolved(compute)
+
+
 class _FrozenConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: nn.Module, source: BlockMemory) -> Tensor:
         ctx.module, ctx.source, ctx.shape = module, source, x.shape
-
-        def compute() -> Tensor:
-            with source.fetch(module, x) as (weight, bias, _):
-                return convolve(x, weight, bias, module)
-
-        return source.convolved(compute)
+        return _conv(x, module, source, is_last=not ctx.needs_input_grad[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -92,9 +94,11 @@ class _FrozenConv(torch.autograd.Function):
 
 def frozen_forward(module: nn.Module, source: BlockMemory) -> Callable[[Tensor], Tensor]:
     """Return a forward for ``module`` that computes what its own does and keeps no weight."""
-    function = _FrozenLinear if is_linear(module) else _FrozenConv
+    compute, function = (_linear, _FrozenLinear) if is_linear(module) else (_conv, _FrozenConv)
 
     def forward(x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return compute(x, module, source)
         out: Tensor = function.apply(x, module, source)
         return out
 
@@ -106,74 +110,150 @@ class BlockMemory:
 
     A recomputed block is followed at once by its backward pass, so inside ``replaying`` what was fetched is held and
     read once for both. And the outputs of convolutions are kept from the first run: they are small for the work they
-    take, and with them no convolution runs twice.
+    take, and with them no convolution runs twice. Blocks may hold blocks; the outermost one holds the weights.
 
     Attributes:
-        is_fetching: the source is handing out or taking back, and may write into memory of its own.
+        source: where weights come from.
+        is_watched: tell when the source is at work.
+        is_fetching: while watched: the source is handing out or taking back, and may write into memory of its own.
     """
 
     def __init__(self, source: WeightSource) -> None:
-        self.is_fetching = False
-        self._source = source
-        self._held: dict[tuple[nn.Module, torch.dtype], tuple[Weights, ExitStack]] | None = None
-        self._recorded: list[Tensor] | None = None
-        self._replayed: Iterator[Tensor] | None = None
+        self.source = source
+        self.is_watched = self.is_fetching = False
+        self._held: dict[_Key, _Held] | None = None
+        self._recorded: list[tuple[Tensor, int]] | None = None
+        self._replayed: list[Tensor | None] = []
 
     @contextmanager
-    def recording(self, outputs: list[Tensor]) -> Iterator[None]:
-        """Append every convolution's output to ``outputs`` until the context ends."""
-        self._recorded = outputs
+    def recording(self, outputs: list[Tensor | None]) -> Iterator[None]:
+        """Put every convolution's output into ``outputs``, the last one first, when the context ends.
+
+        None stands for one that was written over in the meantime.
+        """
+        recorded: list[tuple[Tensor, int]] = []
+        before, self._recorded = self._recorded, recorded
         try:
             yield
         finally:
-            self._recorded = None
+            self._recorded = before
+            outputs += [out if out._version == version else None for out, version in reversed(recorded)]
 
     @contextmanager
-    def replaying(self, outputs: list[Tensor]) -> Iterator[None]:
-        """Hold weights, and answer convolutions with ``outputs``, as recorded, until the context ends."""
-        self._held, self._replayed = {}, iter(outputs)
-        try:
-            yield
-        finally:
-            for _, context in self._held.values():
-                context.close()
-            self._held = self._replayed = None
+    def replaying(self, outputs: list[Tensor | None]) -> Iterator[None]:
+        """Hold weights, and answer convolutions with ``outputs``, as recorded, until the context ends.
 
-    @contextmanager
-    def fetch(self, module: nn.Module, like: Tensor, is_last: bool = False) -> Iterator[Weights]:
-        """Yield the held weights of ``module``, or fetch them.
+        ``outputs`` is empty afterwards.
+        """
+        held_before, replayed_before, self._replayed = self._held, self._replayed, outputs
+        with ExitStack() as undo:
+            if held_before is None:
+                self._held = {}
+                undo.callback(self._release, self._held)
+            try:
+                yield
+            finally:
+                outputs.clear()
+                self._held, self._replayed = held_before, replayed_before
+
+    def fetch(self, module: nn.Module, like: Tensor, is_last: bool = False) -> AbstractContextManager[Weights]:
+        """Return the context of one use of ``module``'s weights, held ones or new ones.
 
         Args:
-            is_last: the backward pass asks, and the block will not need them again.
+            is_last: no backward pass will ask for them: this is it, or there is none.
         """
-        key = module, like.dtype
-        held = self._held.pop(key, None) if self._held else None
-        weights, context = held or self._fetched(module, like)
-        with context:
-            if self._held is not None and weights.stable and not is_last:
-                # The source gets its weights back when the block is done with them.
-                self._held[key] = weights, context.pop_all()
-            yield weights
+        if self._held is not None:
+            return _HeldUse(self, self._held, module, like, is_last)
+        return self._fetched(module, like)
 
-    def _fetched(self, module: nn.Module, like: Tensor) -> tuple[Weights, ExitStack]:
-        with ExitStack() as context:
-            self.is_fetching = True
-            context.callback(setattr, self, "is_fetching", False)
-            weights = context.enter_context(self._source.fetch(module, like))
-            context.callback(setattr, self, "is_fetching", True)
-            self.is_fetching = False
-            return weights, context.pop_all()
-        raise AssertionError("the source swallowed an error")
+    def _fetched(self, module: nn.Module, like: Tensor) -> AbstractContextManager[Weights]:
+        context = self.source.fetch(module, like)
+        return _WatchedUse(self, context) if self.is_watched else context
+
+    @staticmethod
+    def _release(held: dict[_Key, _Held]) -> None:
+        with ExitStack() as undo:
+            for use in held.values():
+                undo.push(use.context.__exit__)
+            held.clear()
 
     def convolved(self, compute: Callable[[], Tensor]) -> Tensor:
         """Return a convolution's output: the recorded one, or that of ``compute``."""
-        recorded = next(self._replayed, None) if self._replayed is not None else None
-        if recorded is not None:
-            return recorded
-        out = compute()
+        out = self._replayed.pop() if self._replayed else None
+        if out is None:
+            out = compute()
         if self._recorded is not None:
-            self._recorded.append(out)
+            self._recorded.append((out, out._version))
         return out
+
+
+_Key = tuple[nn.Module, torch.dtype]
+
+
+class _Held:
+    """Weights that a block's backward pass will ask for, and the context they are valid in."""
+
+    __slots__ = ("context", "num_uses", "weights")
+
+    def __init__(self, weights: Weights, context: AbstractContextManager[Weights]) -> None:
+        self.weights, self.context, self.num_uses = weights, context, 1
+
+
+class _HeldUse:
+    """One use of a layer's weights while a block runs again and backward.
+
+    The source gets them back with the last backward use. Written out, because it runs at every layer.
+    """
+
+    __slots__ = ("_context", "_held", "_is_last", "_key", "_like", "_memory")
+
+    def __init__(
+        self, memory: BlockMemory, held: dict[_Key, _Held], module: nn.Module, like: Tensor, is_last: bool
+    ) -> None:
+        self._memory, self._held, self._like, self._is_last = memory, held, like, is_last
+        self._key = module, like.dtype
+        self._context: AbstractContextManager[Weights] | None = None
+
+    def __enter__(self) -> Weights:
+        held = self._held.get(self._key)
+        if held is None:
+            context = self._memory._fetched(self._key[0], self._like)
+            weights = context.__enter__()
+            if self._is_last or not weights.stable:
+                self._context = context
+            else:
+                self._held[self._key] = _Held(weights, context)
+            return weights
+        held.num_uses += -1 if self._is_last else 1
+        if held.num_uses <= 0:
+            del self._held[self._key]
+            self._context = held.context
+        return held.weights
+
+    def __exit__(self, *error: Any) -> None:
+        if self._context is not None:
+            self._context.__exit__(*error)
+
+
+class _WatchedUse:
+    """One use of a layer's weights that tells when the source is at work."""
+
+    def __init__(self, memory: BlockMemory, context: AbstractContextManager[Weights]) -> None:
+        self._memory, self._context = memory, context
+
+    def __enter__(self) -> Weights:
+        self._memory.is_fetching = True
+        try:
+            return self._context.__enter__()
+        finally:
+            self._memory.is_fetching = False
+
+    def __exit__(self, *error: Any) -> None:
+        self._memory.is_fetching = True
+        try:
+            self._context.__exit__(*error)
+        finally:
+            self._memory.is_fetching = False
 
 
 @contextmanager
