@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -18,6 +18,7 @@ import folder_paths
 import torch
 from comfy_api.latest import io, ui
 
+from ..lowvram_lora.ports import Transfers
 from ..lowvram_lora.training.record import RunStore
 
 LOG = logging.getLogger(__name__)
@@ -128,15 +129,129 @@ def run_store() -> RunStore:
     return RunStore(runs_root())
 
 
+# More than any device has: the host's own way to ask for all there is.
+_EVERYTHING = 1e20
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Return whether ``device`` has memory beside the RAM, and torch counts what is taken of it."""
+    return device.type not in ("cpu", "mps", "meta") and hasattr(torch.get_device_module(device), "memory_allocated")
+
+
+def load_model(patcher: Any, room: int | None) -> None:
+    """Load a model by the host's own means, so that its patches act and the host knows where it is.
+
+    Args:
+        room: device bytes that are needed beside the model, whose weights then stay in RAM. None, or a device without
+            memory of its own, leaves it to the host where the weights are.
+    """
+    management = comfy.model_management
+    with torch.inference_mode():
+        if room is None or not has_own_memory(patcher.load_device):
+            management.load_models_gpu([patcher])
+        elif getattr(patcher, "is_dynamic", bool)():
+            _load_on_demand(patcher, room)
+        else:
+            # Nothing of the model goes to the device only if the host thinks that all of it is needed.
+            management.load_models_gpu([patcher], memory_required=_EVERYTHING)
+            # What was there before, or got there since some hosts load a share of every model in any case.
+            patcher.partially_unload(torch.device("cpu"), _EVERYTHING)
+            management.soft_empty_cache()
+
+
+def _load_on_demand(patcher: Any, room: int) -> None:
+    """Load a model whose weights the host brings to the device when a layer asks, which training never does."""
+    management, device = comfy.model_management, patcher.load_device
+    # Pages from earlier use leave; so do small weights, which loading brings back.
+    patcher.partially_unload(torch.device("cpu"), _EVERYTHING)
+    management.load_models_gpu([patcher], memory_required=room)
+    # Other models of this kind would only leave when their pages are claimed, which our memory does not do.
+    ours = [loaded for loaded in management.current_loaded_models if loaded.model is patcher]
+    management.free_memory(room + management.extra_reserved_memory(), device, keep_loaded=ours)
+    management.soft_empty_cache()
+
+
+def transfers(device: torch.device, staging_bytes: int = 0) -> Transfers | None:
+    """Return how tensors get from RAM to ``device`` and back, or None where both are the same memory."""
+    if not has_own_memory(device):
+        return None
+    from ..lowvram_lora.memory.transfers import DeviceTransfers
+
+    return DeviceTransfers(device, staging_bytes)
+
+
 class ProcessHardware:
     """The core's ``Hardware``: RAM of the process, torch's counters, NVML where there is an NVIDIA card."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._is_separate = has_own_memory(device)
 
     def sample(self) -> dict[str, int]:
-        """Return byte counts by name; device counts only where there is a device with memory of its own."""
-        return {**_process_memory(), **_torch_memory(self._device), **_nvml_memory(self._device)}
+        """Return byte counts by name; device counts only where there is a device with memory of its own.
+
+        Those of torch are peaks since the last sample or ``reset_peaks``.
+        """
+        return {**_process_memory(), **self._torch_memory(), **_nvml_memory(self._device)}
+
+    def reset_peaks(self) -> None:
+        """Let the next sample see only what is used from now on."""
+        if self._is_separate:
+            torch.get_device_module(self._device).reset_peak_memory_stats(self._device)
+
+    def _torch_memory(self) -> dict[str, int]:
+        if not self._is_separate:
+            return {}
+        backend = torch.get_device_module(self._device)
+        counts = {
+            "device_allocated": backend.max_memory_allocated(self._device),
+            "device_reserved": backend.max_memory_reserved(self._device),
+            "device_total": int(comfy.model_management.get_total_memory(self._device)),
+        }
+        self.reset_peaks()
+        return counts
+
+    def available(self) -> int | None:
+        """Return what is free on the device and what loaded models would give up, less the host's reserve."""
+        if not self._is_separate:
+            return None
+        management = comfy.model_management
+        models = [loaded.model for loaded in management.current_loaded_models if loaded.device == self._device]
+        leaving = sum(model.loaded_size() for model in models if model is not None)
+        free = management.get_free_memory(self._device) + leaving - management.extra_reserved_memory()
+        return max(int(free), 0)
+
+    def total(self) -> int | None:
+        """Return the device's memory in bytes, or None without a device."""
+        return int(comfy.model_management.get_total_memory(self._device)) if self._is_separate else None
+
+    def ram_available(self) -> int:
+        """Return the RAM in bytes that can be taken without paging."""
+        import psutil
+
+        return int(psutil.virtual_memory().available)
+
+    @contextmanager
+    def capped(self, num_bytes: int) -> Iterator[None]:
+        """Let torch's allocator raise out-of-memory above ``num_bytes`` on the device; where it can't, do nothing."""
+        total = self.total()
+        backend = torch.get_device_module(self._device) if self._is_separate else None
+        limit: Callable[..., None] | None = getattr(backend, "set_per_process_memory_fraction", None)
+        if limit is None or not total:
+            yield
+            return
+        before = getattr(backend, "get_per_process_memory_fraction", lambda _: 1.0)(self._device)
+        # Memory that is only held for later counts as well.
+        self.release_cached()
+        try:
+            limit(min(max(num_bytes / total, 0.0), before), self._device)
+            yield
+        finally:
+            limit(before, self._device)
+
+    def release_cached(self) -> None:
+        """Give memory that the allocator holds for later back to the device."""
+        comfy.model_management.soft_empty_cache()
 
 
 def _process_memory() -> dict[str, int]:
@@ -145,20 +260,6 @@ def _process_memory() -> dict[str, int]:
     process = psutil.Process()
     info = process.memory_info()
     return {"ram": info.rss, "ram_total": psutil.virtual_memory().total}
-
-
-def _torch_memory(device: torch.device) -> dict[str, int]:
-    backend = getattr(torch, device.type, None)
-    if not hasattr(backend, "memory_allocated"):
-        return {}
-    # The peaks since the last sample, so that what a step needs for a moment is seen; counters then start again.
-    counts = {
-        "device_allocated": backend.max_memory_allocated(device),
-        "device_reserved": backend.max_memory_reserved(device),
-        "device_total": comfy.model_management.get_total_memory(device),
-    }
-    backend.reset_peak_memory_stats(device)
-    return counts
 
 
 def _nvml_memory(device: torch.device) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from types import CodeType, FunctionType
 from typing import Any
 
 import comfy.ldm.modules.attention
@@ -22,10 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from ..lowvram_lora.data.encodings import pack, unpack
-from ..lowvram_lora.memory.frozen import matrices
-from ..lowvram_lora.memory.scratch import ScratchPool
-from ..lowvram_lora.ports import Encoding, Weights
+from ..lowvram_lora.ports import Encoding
+from ._conditioning import grouped, stacked
 from ._digest import describe, digest, patcher_digest
+from ._host import load_model
+from ._weights import LayerWeights, stored, unreadable
 
 
 class HostVae:
@@ -58,60 +60,12 @@ class HostClip:
         return pack(self._clip.encode_from_tokens_scheduled(self._clip.tokenize(caption), show_pbar=False))
 
 
-class HostWeights:
-    """The host's own way to a layer's weight: cast, moved, dequantised and patched for one use."""
+class HostWeights(LayerWeights):
+    """The host's own way to a layer's weight: cast, dequantised and patched for one use."""
 
     def __init__(self) -> None:
-        self._scratch = ScratchPool()
-
-    @contextmanager
-    def fetch(self, module: Any, like: Tensor) -> Iterator[Weights]:
-        """Yield the weights of ``module`` where and as ``like`` is. Raises the host's interrupt on Cancel."""
-        comfy.model_management.throw_exception_if_processing_interrupted()
-        if not hasattr(module, "weight_function"):
-            yield _plain_weights(module, like)
-            return
-        if _is_plain_cast(module, like):
-            weight, buffer = self._scratch.lend(module.weight, like.dtype)
-            try:
-                yield Weights(weight, None if module.bias is None else module.bias.to(like.dtype), True)
-            finally:
-                self._scratch.take_back(buffer)
-            return
-        # The host casts in inference mode always; its patches write into tensors that were made there.
-        with torch.inference_mode():
-            weight, bias, stream = comfy.ops.cast_bias_weight(
-                module, dtype=like.dtype, device=like.device, bias_dtype=like.dtype, offloadable=True
-            )
-        try:
-            # On other devices a cast may sit in a buffer that the host reuses for the next layer.
-            yield Weights(weight, bias, like.device.type == "cpu" or weight is module.weight)
-        finally:
-            comfy.ops.uncast_bias_weight(module, weight, bias, stream)
-
-
-def _is_quantised(module: Any) -> bool:
-    """Return whether a layer's weight means something only together with a scale or a layout."""
-    has_scale = getattr(module, "scale_weight", None) is not None
-    return has_scale or not (module.weight is None or type(module.weight) in (Tensor, nn.Parameter))
-
-
-def _is_plain_cast(module: Any, like: Tensor) -> bool:
-    """Return whether all the host would do is change the dtype, on the CPU, where new memory is slow to come by."""
-    weight = module.weight
-    return (
-        like.device.type == "cpu"
-        and type(weight) in (Tensor, nn.Parameter)
-        and weight.device.type == "cpu"
-        and weight.dtype != like.dtype
-        and not (module.weight_function or module.bias_function)
-    )
-
-
-def _plain_weights(module: Any, like: Tensor) -> Weights:
-    with torch.inference_mode():
-        bias = module.bias.to(like) if getattr(module, "bias", None) is not None else None
-        return Weights(module.weight.to(like), bias, True)
+        check = comfy.model_management.throw_exception_if_processing_interrupted
+        super().__init__(cast=comfy.ops.cast_bias_weight, check=check)
 
 
 # What runs around the network while sampling and has no counterpart in training.
@@ -140,6 +94,8 @@ class HostDenoiser:
 
     def __init__(self, model: Any) -> None:
         self._patcher = model
+        self._is_loaded = False
+        self._attention: Callable[..., Any] = _differentiable_attention
         self.weights = HostWeights()
         self.device: torch.device = model.load_device
 
@@ -153,7 +109,8 @@ class HostDenoiser:
         """Digest of the weights and of all that acts on them; the host's own patch ids are random."""
         patcher = self._patcher
         acting = [patcher.object_patches, patcher.wrappers, patcher.model_options]
-        return digest([patcher_digest(patcher), describe(acting), self.base_name, self.prediction])
+        weights = _quantised_digest(patcher) if _is_quantised(patcher.model) else patcher_digest(patcher)
+        return digest([weights, describe(acting), self.base_name, self.prediction])
 
     @cached_property
     def _config_name(self) -> str:
@@ -214,6 +171,7 @@ class HostDenoiser:
             *self._schedule_problems(),
             *self._patch_problems(),
             *self._weight_problems(),
+            *_kernel_problems(self.network),
         ]
 
     def _shape_problems(self, latent_shapes: Sequence[tuple[int, ...]]) -> list[str]:
@@ -256,12 +214,13 @@ class HostDenoiser:
         return [f"The MODEL carries {what}, which training can't honour. {remedy}" for what in found]
 
     def _weight_problems(self) -> list[str]:
-        quantised = [path for path, module in matrices(self.network) if _is_quantised(module)]
-        if not quantised:
+        found = unreadable(self.network)
+        if not found:
             return []
+        path, reason = next(iter(found.items()))
         return [
-            f"{len(quantised)} layers of the MODEL hold quantised weights (the first is {quantised[0]}), which this "
-            "version can't train on. Load the fp16 or bf16 file of this model."
+            f"{len(found)} layers of the MODEL hold weights that training can't read (the first is {path}: {reason}). "
+            "Load this model from another file: fp16, bf16, fp8 or GGUF."
         ]
 
     def _wrapper_keys(self, kinds: Iterable[str]) -> list[str]:
@@ -290,15 +249,7 @@ class HostDenoiser:
     def condition(self, encodings: Sequence[Encoding], noise: Tensor) -> list[tuple[list[int], dict[str, Any]]]:
         """Return the network's arguments: the host processes each caption by itself, then they are stacked."""
         singles = [self._process(encoding, noise[i : i + 1]) for i, encoding in enumerate(encodings)]
-        groups: list[list[int]] = []
-        for i, conds in enumerate(singles):
-            fitting = (group for group in groups if _can_stack(singles[group[0]], conds))
-            group = next(fitting, None)
-            if group is None:
-                groups.append([i])
-            else:
-                group.append(i)
-        return [(group, _stack([singles[i] for i in group])) for group in groups]
+        return [(group, stacked([singles[i] for i in group])) for group in grouped(singles)]
 
     def _process(self, encoding: Encoding, noise: Tensor) -> dict[str, Any]:
         conds = comfy.sampler_helpers.convert_cond(unpack(encoding))
@@ -321,26 +272,59 @@ class HostDenoiser:
         comfy.patcher_extension.add_wrapper_with_key("diffusion_model", "lowvram_lora", _without_prefetch, options)
         options["cond_or_uncond"] = [0] * len(sigma_B)
         options["sigmas"] = sigma_B
-        options["optimized_attention_override"] = _differentiable_attention
+        options["optimized_attention_override"] = self._attention
         return options
 
-    def load(self) -> None:
+    def load(self, room: int | None = None) -> None:
         """Bring the MODEL, with its patches, to where it computes, by the host's own means.
 
         Another MODEL on the same weights may have been there before, with other parts in the network.
+
+        Args:
+            room: device bytes that training will take. The weights stay in RAM then, and other models leave the
+                device. None leaves it to the host where the weights are.
         """
-        with torch.inference_mode():
-            comfy.model_management.load_models_gpu([self._patcher])
+        load_model(self._patcher, room)
+        self._is_loaded = True
 
     @contextmanager
     def training(self, dtype: torch.dtype) -> Iterator[None]:
-        """Load the MODEL and compute in ``dtype`` until the context ends."""
+        """Compute in ``dtype`` until the context ends; load the MODEL if ``load`` did not."""
+        if not self._is_loaded:
+            self.load()
+        try:
+            self._patcher.pre_run()
+            with self._computing(dtype):
+                yield
+        finally:
+            self._is_loaded = False
+            self._patcher.cleanup()
+            comfy.model_management.soft_empty_cache()
+
+    @contextmanager
+    def simulating(self, dtype: torch.dtype, attention: Callable[..., Tensor]) -> Iterator[None]:
+        """Let ``predict_x0`` run on tensors without data; nothing is loaded, moved or read."""
+        sampling = self._patcher.model.model_sampling
+        before, had_timestep = self._attention, sampling.__dict__.get("timestep")
+        try:
+            self._attention = _shaped(attention)
+            # The host looks a sigma's place up in its table. The network only embeds what comes out.
+            sampling.timestep = lambda sigma: sigma
+            with self._computing(dtype):
+                yield
+        finally:
+            self._attention = before
+            if had_timestep is None:
+                sampling.__dict__.pop("timestep", None)
+            else:
+                sampling.timestep = had_timestep
+
+    @contextmanager
+    def _computing(self, dtype: torch.dtype) -> Iterator[None]:
         base, management = self._patcher.model, comfy.model_management
-        self.load()
         had_training = getattr(management, "in_training", None)
         compute_dtype = base.manual_cast_dtype
         try:
-            self._patcher.pre_run()
             base.manual_cast_dtype = dtype
             if had_training is not None:
                 management.in_training = True
@@ -349,8 +333,6 @@ class HostDenoiser:
             if had_training is not None:
                 management.in_training = had_training
             base.manual_cast_dtype = compute_dtype
-            self._patcher.cleanup()
-            management.soft_empty_cache()
 
 
 def _differentiable_attention(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -366,22 +348,64 @@ def _without_prefetch(executor: Any, *args: Any, **kwargs: Any) -> Any:
     return executor(*args, **kwargs)
 
 
-def _can_stack(first: dict[str, Any], other: dict[str, Any]) -> bool:
-    return first.keys() == other.keys() and all(first[key].can_concat(other[key]) for key in first)
+def _shaped(attention: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return ``attention`` over ``[B, heads, N, head_dim]`` with the arguments the host calls its own with."""
+
+    def override(
+        func: Any, q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Any = None, *_: Any, **options: Any
+    ) -> Any:
+        if not options.get("skip_reshape", False):
+            head_dim = q.shape[-1] // heads
+            q, k, v = (each.unflatten(-1, (-1, head_dim)).transpose(1, 2) for each in (q, k, v))
+        out = attention(q, k, v, mask)
+        return out if options.get("skip_output_reshape", False) else out.transpose(1, 2).flatten(2)
+
+    return override
 
 
-def _stack(conds: list[dict[str, Any]]) -> dict[str, Any]:
-    first, *others = conds
-    return {key: _usable(cond.concat([other[key] for other in others])) for key, cond in first.items()}
+def _is_quantised(model: nn.Module) -> bool:
+    kinds = {(type(parameter), parameter.element_size()) for parameter in model.parameters()}
+    return any(kind not in (Tensor, nn.Parameter) or num_bytes == 1 for kind, num_bytes in kinds)
 
 
-def _usable(value: Any) -> Any:
-    """Return ``value`` without inference tensors, which autograd refuses to save."""
-    if isinstance(value, Tensor) and value.is_inference():
-        return value.clone()
-    if isinstance(value, list | tuple):
-        return type(value)(_usable(item) for item in value)
-    return value
+def _quantised_digest(patcher: Any) -> str:
+    """Return a digest of weights that the host lists under other names, or not as they are."""
+    tensors = {**dict(patcher.model.named_parameters()), **dict(patcher.model.named_buffers())}
+    originals = {name: patcher.backup[name].weight if name in patcher.backup else t for name, t in tensors.items()}
+    weights = (
+        f"{name} {[f'{part.dtype} {describe(_indexable(part))}' for part in stored(tensor)]}"
+        for name, tensor in sorted(originals.items())
+    )
+    return digest([*weights, *(f"{key} {describe(patches)}" for key, patches in sorted(patcher.patches.items()))])
+
+
+def _indexable(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, or its bytes where torch can't pick numbers of its type (float8)."""
+    return tensor.reshape(-1).view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+# Fused kernels of newer hosts that autograd has no formula for; most networks do without them while they train.
+_NO_GRADIENT = "rms_rope_split_half"
+
+
+def _kernel_problems(network: nn.Module) -> list[str]:
+    """Return whether the network's own code calls a kernel without a gradient, in training as well."""
+    kinds = {kind for module in network.modules() for kind in type(module).__mro__}
+    functions = ((kind, item) for kind in kinds for item in vars(kind).values() if isinstance(item, FunctionType))
+    calling = ((kind, set(_names_in(function.__code__))) for kind, function in functions)
+    found = sorted(kind.__module__ for kind, names in calling if _NO_GRADIENT in names and "in_training" not in names)
+    return [
+        f"ComfyUI computes this model's attention with a kernel ({_NO_GRADIENT}, in {where}) that has no gradient, so "
+        "this version of ComfyUI can't train it. Use a version that trains without it, such as 0.3.75."
+        for where in found[:1]
+    ]
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
 
 
 def with_lora(model: Any, lora: dict[str, Tensor]) -> Any:
