@@ -93,35 +93,40 @@ class StoredWeights(WeightSource, Protocol):
 class Transfers(Protocol):
     """Copies between RAM and one device, beside the computation.
 
-    A fence is an opaque token. Computation and copies each run in the order they were issued; nothing else is ordered
-    but by fences.
+    Computation and copies each run in the order they were issued; nothing else is ordered but by ``wait`` and by the
+    fences that ``released`` gives. Copies and fences are opaque.
     """
 
     @property
     def device(self) -> torch.device: ...
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` is on the device already."""
+        ...
+
     def empty(self, num_bytes: int) -> Tensor:
         """Return ``num_bytes`` of device memory, ``uint8``."""
         ...
 
-    def copy_in(self, target: Tensor, source: Tensor, after: Sequence[Any] = ()) -> Any:
-        """Start to copy ``source`` (RAM) into ``target`` (device) once all ``after`` have passed; return its fence."""
+    def copy_in(self, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Sequence[Any] = ()) -> Any:
+        """Start to copy ``sources`` (RAM) into ``targets`` (parts of what ``empty`` gave) once all ``after`` passed.
+
+        Returns:
+            The copy. Its targets can be read from ``wait`` to ``released``, as often as wanted, until they are part of
+            another copy.
+        """
         ...
 
-    def wait(self, fence: Any) -> None:
-        """Let computation that is issued from now on wait for ``fence``."""
+    def wait(self, copy: Any) -> None:
+        """Let computation that is issued from now on wait for ``copy``. Raises what went wrong in it."""
         ...
 
-    def mark(self) -> Any:
-        """Return a fence that passes when the computation issued so far is done."""
-        ...
-
-    def released(self, region: Tensor) -> None:
-        """Learn that nobody will read ``region`` of a buffer before it is copied into again."""
+    def released(self, copy: Any) -> Any:
+        """End the reading that ``wait`` began; return a fence that passes when what was issued so far is done."""
         ...
 
     def to_ram(self, tensor: Tensor) -> Any:
-        """Return a copy of ``tensor`` in RAM that ``from_ram`` takes, in order with the computation."""
+        """Return a copy of ``tensor`` in RAM that ``from_ram`` takes once, in order with the computation."""
         ...
 
     def from_ram(self, kept: Any) -> Tensor:
@@ -215,8 +220,13 @@ class Denoiser(Protocol):
         """Return the network's estimate of the clean latents, float32, with gradients when enabled."""
         ...
 
-    def load(self) -> None:
-        """Bring the model to where it computes; only then ``network`` is what will be trained on."""
+    def load(self, room: int | None = None) -> None:
+        """Bring the model to where it is trained on; only then ``network`` is what will be.
+
+        Args:
+            room: device bytes that are needed beside the model, whose weights stay in RAM; others are asked to leave.
+                None leaves it to the host where the weights are.
+        """
         ...
 
     def training(self, dtype: torch.dtype) -> AbstractContextManager[None]:
