@@ -65,11 +65,6 @@ def _linear(x: Tensor, layer: _Layer, is_last: bool = True) -> tuple[Tensor, Ten
     return out.view(*x.shape[:-1], out.shape[1]).data, hidden
 
 
-def _scaled_mm(a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """Return ``scaling * a @ b``; what is scaled is the product before it is rounded."""
-    return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scaling)
-
-
 class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, layer: _Layer) -> Tensor:
@@ -85,16 +80,20 @@ class _FusedLinear(torch.autograd.Function):
         layer: _Layer = ctx.layer
         x, hidden, down, up = ctx.saved_tensors
         grad_rows, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        grad_hidden = _scaled_mm(grad_rows, up.to(grad.dtype), layer.scaling)
+        # Scaled by the product itself, before it is rounded; what would be added has no say.
+        scaled: Any = {"beta": 0, "alpha": layer.scaling}
+        nothing = grad.new_empty(())
+        grad_hidden = torch.addmm(nothing, grad_rows, up.to(grad.dtype), **scaled)
         # Twice as fast on the CPU in bf16 as its transpose.
-        grad_up = _scaled_mm(hidden.t(), grad_rows, layer.scaling).t()
+        grad_up = torch.addmm(nothing, hidden.t(), grad_rows, **scaled).t()
         grad_down = torch.mm(grad_hidden.t(), rows)
         grad_x = None
         if ctx.needs_input_grad[0]:
             with layer.source.fetch(layer.module, grad, is_last=True) as (weight, _, _):
                 grad_x = torch.mm(grad_rows, weight)
             grad_x = grad_x.addmm_(grad_hidden, down.to(grad.dtype)).view(x.shape)
-        return grad_x, grad_down.to(down.dtype), grad_up.to(up.dtype), None
+        # Autograd casts to the parameter's type, but would leave the other order, which a parameter can't keep.
+        return grad_x, grad_down, grad_up.to(up.dtype, memory_format=torch.contiguous_format), None
 
 
 def _conv(x: Tensor, layer: _Layer, is_last: bool = True) -> tuple[Tensor, Tensor]:
@@ -148,4 +147,4 @@ class _FusedConv(torch.autograd.Function):
         if needs_x:
             with layer.source.fetch(layer.module, grad, is_last=True) as (weight, _, _):
                 grad_x.add_(input_gradient(grad, x.shape, weight, layer.module))
-        return grad_x, grad_down.to(down.dtype), grad_up.reshape(up.shape).to(up.dtype), None
+        return grad_x, grad_down, grad_up.reshape(up.shape), None
