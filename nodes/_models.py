@@ -95,6 +95,7 @@ class HostDenoiser:
     def __init__(self, model: Any) -> None:
         self._patcher = model
         self._is_loaded = False
+        self._room: int | None = None
         self._attention: Callable[..., Any] = _differentiable_attention
         self.weights = HostWeights()
         self.device: torch.device = model.load_device
@@ -285,13 +286,13 @@ class HostDenoiser:
                 device. None leaves it to the host where the weights are.
         """
         load_model(self._patcher, room)
-        self._is_loaded = True
+        self._is_loaded, self._room = True, room
 
     @contextmanager
     def training(self, dtype: torch.dtype) -> Iterator[None]:
-        """Compute in ``dtype`` until the context ends; load the MODEL if ``load`` did not."""
+        """Compute in ``dtype`` until the context ends; load the MODEL as before if anything came between."""
         if not self._is_loaded:
-            self.load()
+            self.load(self._room)
         try:
             self._patcher.pre_run()
             with self._computing(dtype):
