@@ -217,7 +217,9 @@ class _HeldUse:
     def __enter__(self) -> Weights:
         held = self._held.get(self._key)
         if held is None:
-            context = self._memory._fetched(self._key[0], self._like)
+            # A source's context may hold on to what it was given, and a held one lasts.
+            like = self._like if self._is_last else self._like.new_empty(0)
+            context = self._memory._fetched(self._key[0], like)
             weights = context.__enter__()
             if self._is_last or not weights.stable:
                 self._context = context

@@ -31,7 +31,38 @@ def flux(dtype: torch.dtype = torch.float32, seed: int = 0, inference: bool = Tr
     return _model("Flux", _flux_config(), dtype, seed, inference)
 
 
-FAMILIES: dict[str, Callable[..., Any]] = {"sd15": sd15, "sd3": sd3, "flux": flux}
+def flux2(dtype: torch.dtype = torch.float32, seed: int = 0, inference: bool = True) -> Any:
+    """Return a ModelPatcher of a Flux.2 network of two double and two single blocks."""
+    return _model("Flux2", _flux2_config(), dtype, seed, inference)
+
+
+def wan(dtype: torch.dtype = torch.float32, seed: int = 0, inference: bool = True) -> Any:
+    """Return a ModelPatcher of a Wan 2.1 text-to-video network of two blocks."""
+    return _model("WAN21_T2V", _wan_config(), dtype, seed, inference)
+
+
+def qwen(dtype: torch.dtype = torch.float32, seed: int = 0, inference: bool = True) -> Any:
+    """Return a ModelPatcher of a Qwen-Image network of two blocks."""
+    return _model("QwenImage", _qwen_config(), dtype, seed, inference)
+
+
+FAMILIES: dict[str, Callable[..., Any]] = {
+    "sd15": sd15,
+    "sd3": sd3,
+    "flux": flux,
+    "flux2": flux2,
+    "wan": wan,
+    "qwen": qwen,
+}
+# Of the latents, without batch: channels first, then frames for the video families.
+LATENTS = {
+    "sd15": (4, 8, 8),
+    "sd3": (16, 8, 8),
+    "flux": (16, 8, 8),
+    "flux2": (128, 4, 4),
+    "wan": (16, 1, 8, 8),
+    "qwen": (16, 1, 8, 8),
+}
 
 
 def _model(family: str, unet_config: dict[str, Any], dtype: torch.dtype, seed: int, inference: bool) -> Any:
@@ -104,10 +135,6 @@ def _mmdit_config() -> dict[str, Any]:
 
 
 def _flux_config() -> dict[str, Any]:
-    from comfy.ldm.flux.model import FluxParams
-
-    # Newer hosts ask for this one; older ones don't know it.
-    more = {"txt_ids_dims": []} if "txt_ids_dims" in FluxParams.__dataclass_fields__ else {}
     return {
         "image_model": "flux",
         "in_channels": 16,
@@ -124,5 +151,71 @@ def _flux_config() -> dict[str, Any]:
         "theta": 10000,
         "qkv_bias": True,
         "guidance_embed": True,
-        **more,
+        **_text_positions([]),
+    }
+
+
+def _flux2_config() -> dict[str, Any]:
+    return {
+        "image_model": "flux2",
+        "in_channels": 128,
+        "out_channels": 128,
+        "patch_size": 1,
+        "vec_in_dim": None,
+        "context_in_dim": CONTEXT,
+        "hidden_size": 128,
+        "mlp_ratio": 3.0,
+        "num_heads": 1,
+        "depth": 2,
+        "depth_single_blocks": 2,
+        "axes_dim": [32, 32, 32, 32],
+        "theta": 2000,
+        "qkv_bias": False,
+        "guidance_embed": True,
+        "global_modulation": True,
+        "mlp_silu_act": True,
+        "ops_bias": False,
+        "default_ref_method": "index",
+        "ref_index_scale": 10.0,
+        **_text_positions([3]),
+    }
+
+
+def _text_positions(axes: list[int]) -> dict[str, Any]:
+    """Newer hosts ask for this; older ones don't know it."""
+    from comfy.ldm.flux.model import FluxParams
+
+    return {"txt_ids_dims": axes} if "txt_ids_dims" in FluxParams.__dataclass_fields__ else {}
+
+
+def _wan_config() -> dict[str, Any]:
+    return {
+        "image_model": "wan2.1",
+        "model_type": "t2v",
+        "dim": 128,
+        "ffn_dim": 256,
+        "freq_dim": 64,
+        "text_dim": CONTEXT,
+        "in_dim": 16,
+        "out_dim": 16,
+        "num_heads": 2,
+        "num_layers": 2,
+        "patch_size": (1, 2, 2),
+        "window_size": (-1, -1),
+        "qk_norm": True,
+        "cross_attn_norm": True,
+        "eps": 1e-6,
+    }
+
+
+def _qwen_config() -> dict[str, Any]:
+    return {
+        "image_model": "qwen_image",
+        "in_channels": 64,
+        "out_channels": 16,
+        "num_layers": 2,
+        "attention_head_dim": 128,
+        "num_attention_heads": 1,
+        "joint_attention_dim": CONTEXT,
+        "axes_dims_rope": (16, 56, 56),
     }
