@@ -147,10 +147,11 @@ class TrainConfig:
     Attributes:
         steps: optimizer steps.
         precision: arithmetic of the network; adapters and optimizer are float32 always.
-        recompute: recompute each block in the backward pass instead of keeping its activations.
+        recompute: blocks may run again in the backward pass instead of keeping their activations.
         vram_budget_gb: GiB of device memory the run may use; 0 takes what is free.
         output_name: file name in ``models/loras``, without its ending.
         overwrite: replace an existing file of that name instead of choosing the next free one.
+        allow_lossy: where nothing else fits the budget, change the job: less precise optimizer state, smaller pictures.
     """
 
     steps: int = 500
@@ -160,6 +161,7 @@ class TrainConfig:
     vram_budget_gb: float = 0.0
     output_name: str = "my_lora"
     overwrite: bool = False
+    allow_lossy: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
 
@@ -170,8 +172,11 @@ class TrainConfig:
         _require_finite("vram_budget_gb", self.vram_budget_gb, 0.0)
 
     def determining(self) -> dict[str, Any]:
-        """Return the settings that decide the trained numbers: all but the budget and where the file goes."""
+        """Return the settings that decide the trained numbers: all but the budget and where the file goes.
+
+        What ``allow_lossy`` has led to is known only when there is a plan; it is added to a run's fingerprint there.
+        """
         values = asdict(self)
-        for name in ("vram_budget_gb", "output_name", "overwrite"):
+        for name in ("vram_budget_gb", "output_name", "overwrite", "allow_lossy"):
             del values[name]
         return values

@@ -16,6 +16,7 @@ class MemoryRecord:
         history: one sample a step, thinned to a bounded number.
         peak: the largest of each count over the whole run.
         average: the mean of each count.
+        phases: the largest of each count in each phase of a step.
     """
 
     run: str
@@ -23,6 +24,7 @@ class MemoryRecord:
     history: tuple[dict[str, int], ...]
     peak: dict[str, int]
     average: dict[str, int]
+    phases: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +43,39 @@ class Record:
     lora: dict[str, Tensor] = field(repr=False)
 
 
+@dataclass(frozen=True)
+class Planning:
+    """Everything was checked; a plan is being made, which takes seconds. Not sent where nothing is to be planned."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """Everything was checked; step 1 comes next."""
+    """Step 1 comes next.
+
+    Attributes:
+        plan: how the run goes, in lines of text; empty on a host that needs none.
+    """
 
     steps: int
     num_layers: int
     num_parameters: int
     precision: str
+    plan: str
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lowered:
+    """Device memory ran out; ``step`` (1-based) is repeated with a plan that takes less.
+
+    Attributes:
+        cause: what the device said.
+        plan: the new one, in lines of text.
+    """
+
+    step: int
+    cause: str
+    plan: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,4 +107,4 @@ class Finished:
     reused: bool
 
 
-Event = Started | Stepped | Saved | Finished
+Event = Planning | Started | Stepped | Lowered | Saved | Finished

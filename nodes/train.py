@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 from comfy_api.latest import io
 
 from ..lowvram_lora import config as cfg
-from ..lowvram_lora.events import Finished, Started, Stepped
+from ..lowvram_lora.events import Finished, Lowered, Planning, Started, Stepped
+from ..lowvram_lora.training.job import Job
 from ..lowvram_lora.training.report import describe_run
-from ..lowvram_lora.training.run import Job, run
+from ..lowvram_lora.training.run import run
 from ..lowvram_lora.units import format_duration
 from . import _host
 from ._models import HostDenoiser, with_lora
@@ -32,7 +34,7 @@ class LoraTrain(io.ComfyNode):
             display_name="LoRA Train (low-VRAM)",
             description="Trains a LoRA on the checkpoint that is already loaded, and writes it to models/loras.",
             is_output_node=True,
-            inputs=[*_main_inputs(), *_further_inputs()],
+            inputs=[*_main_inputs(), *_network_inputs(), *_optimizer_inputs(), *_other_inputs()],
             outputs=[
                 io.Model.Output("model_out", display_name="MODEL", tooltip="MODEL with the LoRA applied."),
                 io.Custom("LORA_MODEL").Output("lora", display_name="LORA_MODEL"),
@@ -55,27 +57,44 @@ class LoraTrain(io.ComfyNode):
             loras_root=_host.loras_root(),
             store=_host.run_store(),
             say=progress.say,
+            transfers=partial(_host.transfers, model.load_device),
         )
         with _host.outside_inference_mode():
-            finished, notes = _follow(job, progress)
-        record = finished.record
-        report = describe_run(record, finished.path, config, notes, finished.reused)
+            followed = _follow(job, progress)
+        finished, record = followed.finished, followed.finished.record
+        report = describe_run(record, finished.path, config, followed.plan, followed.notes, finished.reused)
         outputs = with_lora(model, record.lora), record.lora, {"loss": list(record.losses)}
         return _host.reported(*outputs, report=report, node_id=cls.hidden.unique_id)
 
 
-def _follow(job: Job, progress: _host.Progress) -> tuple[Finished, tuple[str, ...]]:
+@dataclasses.dataclass(frozen=True)
+class _Followed:
+    """What remains of a run's events."""
+
+    finished: Finished
+    plan: str
+    notes: tuple[str, ...]
+
+
+def _follow(job: Job, progress: _host.Progress) -> _Followed:
     """Run ``job`` and show each event on the node."""
-    notes: tuple[str, ...] = ()
+    plan, notes = "", []
     with closing(run(job)) as events:
         for event in events:
-            if isinstance(event, Started):
-                notes = event.notes
-                LOG.info("Training %d layers in %s", event.num_layers, event.precision)
+            if isinstance(event, Planning):
+                progress.update(0, "Working out how the job fits into memory ...")
+            elif isinstance(event, Started):
+                plan, notes = event.plan, list(event.notes)
+                LOG.info("Training %d layers in %s\n%s", event.num_layers, event.precision, plan)
+                progress.update(0, plan)
+            elif isinstance(event, Lowered):
+                plan = event.plan
+                notes.append(f"Memory ran out at step {event.step}; it was repeated with the plan below.")
+                LOG.warning("%s (%s)\n%s", notes[-1], event.cause, plan)
             elif isinstance(event, Stepped):
-                progress.update(event.step, _line(event))
+                progress.update(event.step, f"{_line(event)}\n{plan}")
             elif isinstance(event, Finished):
-                return event, notes
+                return _Followed(event, plan, tuple(notes))
     raise AssertionError("a run ends with Finished or an error")
 
 
@@ -131,7 +150,7 @@ def _main_inputs() -> list[Any]:
             min=0.0,
             max=1024.0,
             step=0.25,
-            tooltip="GiB of VRAM the run may use; 0 takes what is free. Not yet enforced in this version.",
+            tooltip="GiB of VRAM the run may use; 0 takes what is free. A plan is made before the first step.",
         ),
         io.String.Input(
             "output_name",
@@ -149,7 +168,7 @@ def _main_inputs() -> list[Any]:
     ]
 
 
-def _further_inputs() -> list[Any]:
+def _network_inputs() -> list[Any]:
     return [
         _host.choice("targets", cfg.Targets, _LORA.targets, "Which layers get an adapter.", optional=True),
         _host.choice(
@@ -163,8 +182,13 @@ def _further_inputs() -> list[Any]:
             "recompute",
             default=_TRAIN.recompute,
             optional=True,
-            tooltip="Recompute each block in the backward pass: far less memory, more time.",
+            tooltip="Blocks may run again in the backward pass where memory is short: far less memory, more time.",
         ),
+    ]
+
+
+def _optimizer_inputs() -> list[Any]:
+    return [
         _host.choice(
             "schedule", cfg.Schedule, _OPTIM.schedule, "How the learning rate falls over the run.", optional=True
         ),
@@ -202,10 +226,21 @@ def _further_inputs() -> list[Any]:
             optional=True,
             tooltip="AdamW's pull of the LoRA towards nothing.",
         ),
+    ]
+
+
+def _other_inputs() -> list[Any]:
+    return [
         io.Boolean.Input(
             "overwrite",
             default=_TRAIN.overwrite,
             optional=True,
             tooltip="Replace a LoRA of the same name. Off: the next free name is taken.",
+        ),
+        io.Boolean.Input(
+            "allow_lossy",
+            default=_TRAIN.allow_lossy,
+            optional=True,
+            tooltip="If nothing else fits the budget, change the job: bf16 optimizer, smaller pictures, lower rank.",
         ),
     ]

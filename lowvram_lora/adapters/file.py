@@ -32,8 +32,8 @@ def state_dict(
     tensors: dict[str, Tensor] = {}
     for path, (down, up) in state.items():
         name = file_name(path)
-        tensors[f"{name}.lora_down.weight"] = down.detach().to("cpu", copy=True).contiguous()
-        tensors[f"{name}.lora_up.weight"] = up.detach().to("cpu", copy=True).contiguous()
+        tensors[f"{name}.lora_down.weight"] = down.detach().to("cpu", torch.float32, copy=True).contiguous()
+        tensors[f"{name}.lora_up.weight"] = up.detach().to("cpu", torch.float32, copy=True).contiguous()
         tensors[f"{name}.alpha"] = torch.tensor(alpha, dtype=torch.float32)
     return tensors
 

@@ -48,7 +48,7 @@ class BlockFacts:
         activation_bytes: what it would keep from forward to backward were it not recomputed, beyond its inputs.
         input_bytes: what its inputs take up, from forward to backward, that nothing else holds.
         convolution_bytes: the kept outputs of its frozen convolutions; they live from its forward to its backward.
-        gradient_bytes: the adapters' gradients that live when it has run backward, in a step's first pass.
+        gradient_bytes: the adapters' gradients that live when its backward pass begins, in a step's first pass.
         writes_in_place: whether it writes over tensors it was given; such a block is always recomputed.
         convolution_flops: the part of ``flops`` that kept convolutions save in the second run.
     """

@@ -35,11 +35,17 @@ class Checked:
 
 
 def check(
-    denoiser: Denoiser, recipe: BatchRecipe, config: TrainConfig, loras_root: Path, only_path: bool = False
+    denoiser: Denoiser,
+    recipe: BatchRecipe,
+    config: TrainConfig,
+    loras_root: Path,
+    room: int | None = None,
+    only_path: bool = False,
 ) -> Checked:
     """Return the layers to adapt and where the file goes.
 
     Args:
+        room: device bytes that are needed beside the model; None where weights are where the network computes.
         only_path: check where the file goes and nothing else; there is nothing to train.
 
     Raises:
@@ -52,7 +58,7 @@ def check(
     problems += denoiser.problems(sorted({entry.latent_shape for entry in recipe.cache.entries}))
     problems += _missing_encodings(recipe.cache)
     if not problems:
-        denoiser.load()
+        denoiser.load(room)
     layers = _attempt(lambda: select(denoiser.network, config.lora.targets), problems)
     problems += _unfit_layers(denoiser.network)
     problems += _low_rank_layers(layers or {}, config.lora.rank)

@@ -59,10 +59,19 @@ class Progress:
         steps = len(self.losses)
         diverged = isinstance(error, NotFiniteError)
         if self.last_good and (diverged or self.is_updating):
-            for kept, parameter in zip(self.last_good, self.adapters.parameters(), strict=True):
-                parameter.data.copy_(kept)
+            self._put_back()
             steps -= diverged
         return steps
+
+    def restore(self) -> None:
+        """Put the adapters back to where the present step began, if its update has broken off."""
+        if self.is_updating:
+            self._put_back()
+        self.is_updating = False
+
+    def _put_back(self) -> None:
+        for kept, parameter in zip(self.last_good, self.adapters.parameters(), strict=True):
+            parameter.data.copy_(kept)
 
 
 def save_partial(

@@ -89,7 +89,7 @@ def _is_sound(record: Record) -> bool:
 def _memory(values: dict[str, Any]) -> MemoryRecord:
     """Return the record in ``values``. Raises ``TypeError`` or ``KeyError`` if it is not one."""
     memory = MemoryRecord(**{**values, "history": tuple(values["history"])})
-    for counts in (memory.peak, memory.average, *memory.history):
+    for counts in (memory.peak, memory.average, *memory.history, *memory.phases.values()):
         if not isinstance(counts, dict) or not all(isinstance(count, int) for count in counts.values()):
             raise TypeError("counts are no dict of integers")
     if memory.peak.keys() != memory.average.keys() or not isinstance(memory.steps, int):

@@ -10,8 +10,13 @@ from ..events import Record
 from ..units import format_bytes, format_duration
 
 
-def describe_run(record: Record, path: Path, config: TrainConfig, notes: Sequence[str], reused: bool) -> str:
-    """Return the report LoRA Train shows."""
+def describe_run(record: Record, path: Path, config: TrainConfig, plan: str, notes: Sequence[str], reused: bool) -> str:
+    """Return the report LoRA Train shows.
+
+    Args:
+        plan: how the run went, in lines of text; empty where there was none.
+        notes: further sentences, one a line.
+    """
     lines = [
         "Nothing changed since this LoRA was trained: it was taken from disk, no step was run."
         if reused
@@ -21,20 +26,26 @@ def describe_run(record: Record, path: Path, config: TrainConfig, notes: Sequenc
         f"Loss: {record.losses[0]:.4f} at the first step, {record.losses[-1]:.4f} at the last.",
         f"{record.num_layers} layers, {record.num_parameters:,} parameters, rank {config.lora.rank}, "
         f"alpha {config.lora.alpha:g}, precision {record.precision}, adapters float32.",
-        _memory_line(record),
-        _budget_line(config.vram_budget_gb),
+        *_memory_lines(record),
         *notes,
+        *([plan] if plan else []),
     ]
     return "\n".join(lines)
 
 
-def _memory_line(record: Record) -> str:
+def _memory_lines(record: Record) -> list[str]:
     peak = record.memory.peak
-    device = peak.get("device_allocated")
+    device, reserved = peak.get("device_allocated"), peak.get("device_reserved", 0)
     words = f"Peak memory: {format_bytes(peak.get('ram', 0))} RAM of the process"
-    return f"{words}, {format_bytes(device)} on the device." if device else f"{words}."
-
-
-def _budget_line(budget_gb: float) -> str:
-    wanted = f"vram_budget_gb = {budget_gb:g}" if budget_gb else "vram_budget_gb = 0 (what is free)"
-    return f"{wanted}: not yet enforced in this version; the host decides what it loads."
+    if not device:
+        return [f"{words}."]
+    free = f", {1 - device / reserved:.0%} of it fragments" if reserved else ""
+    by_phase = ", ".join(
+        f"{name} {format_bytes(counts['device_allocated'])}"
+        for name, counts in record.memory.phases.items()
+        if "device_allocated" in counts
+    )
+    return [
+        f"{words}, {format_bytes(device)} in tensors on the device; torch held {format_bytes(reserved)}{free}.",
+        f"Peak in tensors by phase: {by_phase}.",
+    ]

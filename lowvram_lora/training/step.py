@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,9 @@ from ..data.batches import BatchRecipe
 from ..data.cache import CacheEntry
 from ..data.tiers import TieredCache
 from ..errors import UnsupportedModelError
+from ..memory.meter import Watch
 from ..memory.random_state import forked
-from ..ports import Cancel, Denoiser
+from ..ports import Cancel, Denoiser, Encoding
 from . import objective
 
 # A fresh network's weighted loss is around 1; six orders above it nothing is being learned any more.
@@ -25,17 +26,57 @@ DIVERGED_LOSS = 1e6
 MAX_REPEATS = 16
 
 
+# A network halves its latents up to three times, and patches are two wide.
+_SIDE_STEP = 8
+
+
+def shrunk(latents: Tensor, scale: float) -> Tensor:
+    """Return ``latents`` ``[C, ..., h, w]`` with sides of ``scale`` times theirs, in steps that networks take."""
+    if scale == 1.0:
+        return latents
+    sides = [max(_SIDE_STEP, int(side * scale) // _SIDE_STEP * _SIDE_STEP) for side in latents.shape[-2:]]
+    planes = latents.reshape(1, -1, *latents.shape[-2:])
+    smaller = nn.functional.interpolate(planes, sides, mode="bilinear", antialias=True)
+    return smaller.view(*latents.shape[:-2], *sides)
+
+
 class NotFiniteError(ArithmeticError):
     """The loss or the gradients of a step are not usable numbers. Internal: ``run`` turns it into a report."""
 
 
+class Samples(Protocol):
+    """Where a step's samples come from."""
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        ...
+
+    def window(self, step: int, accumulation: int) -> list[list[CacheEntry]]:
+        """Return the batches of optimizer step ``step`` (0-based)."""
+        ...
+
+    def latents(self, entry: CacheEntry) -> Tensor: ...
+
+    def conditioning(self, entry: CacheEntry) -> Encoding: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """Where a step's samples come from."""
+    """The samples of a recipe, from its cache."""
 
     recipe: BatchRecipe
     cache: TieredCache
     seed: int
+    latent_scale: float = 1.0
+
+    def latents(self, entry: CacheEntry) -> Tensor:
+        """Return the sample's latents ``[C, ...]``, made smaller where a lossy plan says so."""
+        return shrunk(self.cache.latents(entry), self.latent_scale)
+
+    def conditioning(self, entry: CacheEntry) -> Encoding:
+        """Return the sample's encoded caption."""
+        return self.cache.conditioning(entry)
 
     def window(self, step: int, accumulation: int) -> list[list[CacheEntry]]:
         """Return the batches of optimizer step ``step`` (0-based)."""
@@ -46,16 +87,26 @@ class Batches:
 
 @dataclass(frozen=True, kw_only=True)
 class Stepper:
-    """What stays the same from step to step."""
+    """What stays the same from step to step.
+
+    Attributes:
+        begin: called before each pass through the network.
+        micro_batch: samples that go through the network at once; 0 for the whole batch.
+        read: gives a tensor's only number.
+    """
 
     denoiser: Denoiser
-    batches: Batches
+    batches: Samples
     parameters: Sequence[nn.Parameter]
     optimizer: torch.optim.Optimizer
     schedule: Any
     scaler: torch.amp.GradScaler
     config: OptimConfig
     cancel: Cancel
+    watch: Watch
+    begin: Callable[[], None]
+    micro_batch: int = 0
+    read: Callable[[Tensor], float] = float
 
     def gradients(self, step: int) -> tuple[float, float]:
         """Fill the parameters' gradients for ``step``; return mean loss and gradient norm before clipping.
@@ -67,7 +118,7 @@ class Stepper:
             self.optimizer.zero_grad(set_to_none=True)
             loss = self._backward(step)
             self.scaler.unscale_(self.optimizer)
-            norm = float(nn.utils.get_total_norm(self._gradients()))
+            norm = self.read(nn.utils.get_total_norm(self._gradients()))
             if math.isfinite(norm):
                 return loss, norm
             if not self.scaler.is_enabled():
@@ -98,30 +149,47 @@ class Stepper:
 
     def _backward_batch(self, batch: Sequence[CacheEntry], step: int, position: int, num_samples: int) -> float:
         """Add one batch's share to the gradients; every sample of the step weighs the same."""
-        denoiser, cache = self.denoiser, self.batches.cache
+        denoiser = self.denoiser
         generator = objective.generator_for(self.batches.seed, step, position)
         sigma_B = objective.draw_sigmas(denoiser.sigmas, len(batch), generator).to(denoiser.device)
-        latents = torch.stack([cache.latents(entry) for entry in batch]).to(denoiser.device, torch.float32)
+        latents = torch.stack([self.batches.latents(entry) for entry in batch]).to(denoiser.device, torch.float32)
         latents = denoiser.scale_latents(latents)
         noise = objective.draw_noise(latents, generator)
-        noised = denoiser.add_noise(latents, noise, sigma_B)
-        weight_B = denoiser.loss_weight(sigma_B)
         total = 0.0
-        groups = denoiser.condition([cache.conditioning(entry) for entry in batch], noise)
         # What the network draws by itself depends on the run's seed too, and on nothing else.
         with forked(denoiser.device, generator.initial_seed()):
-            for rows, conditioning in groups:
-                with torch.enable_grad():
-                    predicted = denoiser.predict_x0(noised[rows], sigma_B[rows], conditioning)
-                    losses = objective.loss_per_sample(predicted, latents[rows], weight_B[rows])
-                    loss = losses.sum() / num_samples
-                    scaled = self.scaler.scale(loss)
-                scaled.backward()  # type: ignore[no-untyped-call]
-                total += loss.item()
+            for rows in self._parts(len(batch)):
+                encodings = [self.batches.conditioning(batch[row]) for row in rows]
+                for places, conditioning in denoiser.condition(encodings, noise[rows]):
+                    chosen = [rows[place] for place in places]
+                    total += self._pass(latents[chosen], noise[chosen], sigma_B[chosen], conditioning, num_samples)
         return total
+
+    def _parts(self, num: int) -> list[list[int]]:
+        size = self.micro_batch or num
+        return [list(range(num))[first : first + size] for first in range(0, num, size)]
+
+    def _pass(
+        self, latents: Tensor, noise: Tensor, sigma_B: Tensor, conditioning: dict[str, Any], num_samples: int
+    ) -> float:
+        """Go once through the network and back; return the samples' share of the loss."""
+        denoiser = self.denoiser
+        self.begin()
+        self.watch.phase("forward")
+        noised = denoiser.add_noise(latents, noise, sigma_B)
+        with torch.enable_grad():
+            predicted = denoiser.predict_x0(noised, sigma_B, conditioning)
+            losses = objective.loss_per_sample(predicted, latents, denoiser.loss_weight(sigma_B))
+            loss = losses.sum() / num_samples
+            scaled = self.scaler.scale(loss)
+        del predicted, losses
+        self.watch.phase("backward")
+        scaled.backward()  # type: ignore[no-untyped-call]
+        return self.read(loss.detach())
 
     def update(self, norm: float) -> float:
         """Clip, step the optimizer and the schedule; return the learning rate that was used."""
+        self.watch.phase("optimizer")
         limit = self.config.max_grad_norm
         if limit and norm > limit:
             torch._foreach_mul_(self._gradients(), limit / norm)

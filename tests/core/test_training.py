@@ -262,12 +262,14 @@ def test_memory_in_words(job: Job) -> None:
     assert efficiency({"ram": 3}) is None
 
 
-def test_the_report_says_what_is_not_yet_enforced(job: Job) -> None:
-    *_, finished = run(job)
-    text = describe_run(finished.record, finished.path, job.config, ("a note",), reused=False)
-    assert "not yet enforced" in text and str(finished.path) in text and "a note" in text
-    again = describe_run(finished.record, finished.path, job.config, (), reused=True)
-    assert "no step was run" in again
+def test_the_report_says_how_it_went_and_that_there_was_no_vram_to_plan(job: Job) -> None:
+    config = replace(job.config, vram_budget_gb=4.0)
+    started, *_, finished = run(replace(job, config=config))
+    text = describe_run(finished.record, finished.path, config, "", started.notes, reused=False)
+    assert "vram_budget_gb = 4 is ignored" in text and "computes in RAM" in text
+    assert f"Trained {config.steps} steps" in text and str(finished.path) in text
+    reused = describe_run(finished.record, finished.path, config, "", (), reused=True)
+    assert reused.startswith("Nothing changed")
 
 
 def failing(*_: Any, **__: Any) -> None:

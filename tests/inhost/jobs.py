@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import tiny
+import torch
 from PIL import Image
 
 from lowvram_lora.config import DataConfig, LoraConfig, OptimConfig, SamplerConfig, TrainConfig
+from lowvram_lora.data import store
 from lowvram_lora.data.batches import BatchRecipe
-from lowvram_lora.data.cache import CacheIndex, build
+from lowvram_lora.data.cache import LATENTS, STRUCTURE, CacheEntry, CacheIndex, build
+from lowvram_lora.data.encodings import pack
 from lowvram_lora.data.scan import scan
 from lowvram_lora.fakes import FakeCancel, FakeCodec, FakeHardware, FakeTextEncoder
+from lowvram_lora.training.job import Job
 from lowvram_lora.training.record import RunStore
-from lowvram_lora.training.run import Job
 
 COLOURS = ((200, 30, 30), (30, 200, 30), (30, 30, 200))
 
@@ -30,6 +33,27 @@ def cache(folder: Path, captions: tuple[str, ...] = ("a red square", "a green sq
     dataset = scan(DataConfig(folder=str(pictures), resolution=64), [folder])
     encoder = FakeTextEncoder(width=tiny.CONTEXT)
     return build(dataset, FakeCodec(), encoder, folder / "cache", lambda *_: None, 1 << 20)[0]
+
+
+def family_cache(folder: Path, family: str, num: int = 2) -> CacheIndex:
+    """Write ``num`` samples of random numbers in the shapes that ``family`` takes."""
+    generator = torch.Generator().manual_seed(11)
+    entries = []
+    for number in range(num):
+        picture, text = f"aa{number:02x}", f"bb{number:02x}"
+        latents = torch.randn(tiny.LATENTS[family], generator=generator)
+        context = torch.randn(1, 7, tiny.CONTEXT, generator=generator)
+        encoding = pack([[context, {"pooled_output": torch.randn(1, tiny.VECTOR, generator=generator)}]])
+        store.write(store.path_of(folder, "latents", picture), {LATENTS: latents}, {})
+        store.write(store.path_of(folder, "text", text), encoding.tensors, {STRUCTURE: encoding.structure})
+        entries.append(CacheEntry(f"noise {number}", picture, text, tuple(latents.shape), 1))
+    return CacheIndex(folder, tuple(entries), 1 << 20, "bb")
+
+
+def family_job(folder: Path, denoiser: Any, family: str, batch_size: int = 2, **changes: Any) -> Job:
+    """Return a job on two samples of random numbers."""
+    recipe = BatchRecipe(family_cache(folder / "cache", family), SamplerConfig(batch_size=batch_size, seed=1))
+    return replace(job(folder, denoiser, **changes), recipe=recipe)
 
 
 def config(**changes: Any) -> TrainConfig:

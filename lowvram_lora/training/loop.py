@@ -1,0 +1,144 @@
+"""The steps of a run, on the rung of the ladder that memory allows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ..events import Event, Lowered, Stepped
+from ..memory.ladder import next_rung
+from ..memory.setting import Setting
+from ..memory.table import describe_plan
+from ..ports import Transfers
+from .attached import Engine, attached
+from .job import Job
+from .optim import Optimizer, build_optimizer, build_schedule, place_state
+from .precision import DTYPES
+from .prepare import Prepared
+from .progress import Progress
+from .step import Stepper
+
+# What drivers and libraries say when device memory is gone; torch has a class for its own allocator alone.
+_SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether ``error`` says that memory ran out."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rig:
+    """What lasts from rung to rung."""
+
+    job: Job
+    layers: dict[str, nn.Module]
+    progress: Progress
+    transfers: Transfers | None
+    optimizer: Optimizer
+    stepper: Stepper
+
+
+def train(job: Job, prepared: Prepared, layers: dict[str, nn.Module], progress: Progress) -> Iterator[Event]:
+    """Run all steps; where memory runs out, repeat the step one rung further down.
+
+    Every step depends on the seed and its number alone, so a repeated one draws the same batch, noise and sigmas.
+
+    Raises:
+        torch.OutOfMemoryError: on the last rung.
+    """
+    with ExitStack() as undo:
+        if prepared.plan is not None and prepared.plan.budget is not None:
+            undo.enter_context(job.hardware.capped(prepared.plan.budget))
+        transfers = job.transfers(prepared.setting.staging_bytes)
+        if transfers is not None:
+            undo.enter_context(closing(transfers))
+        rig = _rig(job, prepared, layers, progress, transfers)
+        setting, plan = prepared.setting, prepared.plan
+        while True:
+            try:
+                yield from _steps(rig, prepared, setting)
+                return
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                lower = plan and next_rung(plan, prepared.wishes, prepared.device) if is_out_of_memory(error) else None
+                if lower is None:
+                    raise
+                cause = str(error).splitlines()[0]
+            # Only here the failed step's tensors are gone: the error held them.
+            plan, setting = lower, lower.setting
+            rig = replace(rig, stepper=replace(rig.stepper, scaler=_unbroken(rig.stepper.scaler, job.denoiser.device)))
+            progress.restore()
+            job.hardware.release_cached()
+            yield Lowered(step=len(progress.losses) + 1, cause=cause, plan=describe_plan(plan))
+
+
+def _unbroken(scaler: torch.amp.GradScaler, device: torch.device) -> torch.amp.GradScaler:
+    """Return ``scaler`` at its present scale, without what a step that broke off has left in it."""
+    fresh = torch.amp.GradScaler(device.type, enabled=scaler.is_enabled())
+    fresh.load_state_dict(scaler.state_dict())
+    return fresh
+
+
+def _steps(rig: _Rig, prepared: Prepared, setting: Setting) -> Iterator[Event]:
+    """Run the steps that are left with ``setting``."""
+    job, progress, config = rig.job, rig.progress, prepared.config
+    place_state(rig.optimizer, setting, rig.transfers)
+    engine = Engine(setting=setting, transfers=rig.transfers, writes_in_place=prepared.writes_in_place)
+    dtype = DTYPES[prepared.precision]
+    with attached(job.denoiser, rig.layers, progress.adapters, dtype, engine) as engaged:
+        stepper = replace(rig.stepper, begin=engaged.begin, micro_batch=setting.micro_batch)
+        for step in range(len(progress.losses), config.steps):
+            yield _one(job, stepper, progress, step, config.steps)
+
+
+def _one(job: Job, stepper: Stepper, progress: Progress, step: int, steps: int) -> Stepped:
+    began = time.perf_counter()
+    job.cancel.check()
+    loss, norm = stepper.gradients(step)
+    progress.keep()
+    progress.is_updating = True
+    learning_rate = stepper.update(norm)
+    progress.is_updating = False
+    progress.losses.append(loss)
+    progress.meter.sample()
+    seconds = time.perf_counter() - began
+    progress.seconds.append(seconds)
+    return Stepped(
+        step=step + 1,
+        steps=steps,
+        loss=loss,
+        learning_rate=learning_rate,
+        seconds_per_step=seconds,
+        remaining_s=progress.remaining_s(steps),
+    )
+
+
+def _rig(
+    job: Job,
+    prepared: Prepared,
+    layers: dict[str, nn.Module],
+    progress: Progress,
+    transfers: Transfers | None,
+) -> _Rig:
+    parameters, config = progress.adapters.parameters(), prepared.config
+    optimizer = build_optimizer(parameters, config.optim, prepared.setting, seed=config.seed, transfers=transfers)
+    stepper = Stepper(
+        denoiser=job.denoiser,
+        batches=prepared.samples,
+        parameters=parameters,
+        optimizer=optimizer,
+        schedule=build_schedule(optimizer, config.optim, config.steps),
+        scaler=torch.amp.GradScaler(job.denoiser.device.type, enabled=prepared.precision == "fp16"),
+        config=config.optim,
+        cancel=job.cancel,
+        watch=progress.meter,
+        begin=lambda: None,
+    )
+    return _Rig(job=job, layers=layers, progress=progress, transfers=transfers, optimizer=optimizer, stepper=stepper)

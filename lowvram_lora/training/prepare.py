@@ -1,0 +1,222 @@
+"""From a job to a plan: the step that needs most is simulated, then the fastest way inside the budget is chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from ..config import LoraConfig, TrainConfig
+from ..data.batches import BatchRecipe
+from ..data.cache import CacheEntry
+from ..data.store import path_of
+from ..data.tiers import TieredCache
+from ..memory.facts import Facts
+from ..memory.ladder import next_rung
+from ..memory.lossy import Change
+from ..memory.plan import Plan, make_plan
+from ..memory.recompute import find_blocks
+from ..memory.setting import Setting
+from ..memory.table import describe_plan
+from ..memory.wishes import DeviceFacts, Wishes, ceiling
+from .estimate import Simulated, Simulator, measured
+from .job import Job
+from .precision import DTYPES
+from .step import Batches
+
+# Each is simulated once; a plan that still exceeds its budget after so many corrections is taken as it is.
+MAX_CORRECTIONS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A run as it will go.
+
+    Attributes:
+        config: the job's, with what a lossy plan changes in it.
+        plan: None on a host that computes where the weights are; ``setting`` holds there as well.
+        writes_in_place: by block, as far as it is known.
+    """
+
+    config: TrainConfig
+    precision: str
+    samples: Batches
+    setting: Setting
+    wishes: Wishes
+    device: DeviceFacts
+    plan: Plan | None = None
+    writes_in_place: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What alters the trained numbers, in a few words each."""
+        return self.plan.change.words if self.plan else ()
+
+    @property
+    def table(self) -> str:
+        """The plan in lines of text; empty where there is none."""
+        return describe_plan(self.plan) if self.plan else ""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know about the plan."""
+        if self.plan is None:
+            wanted = (
+                f" vram_budget_gb = {self.config.vram_budget_gb:g} is ignored." if self.config.vram_budget_gb else ""
+            )
+            return (f"This ComfyUI computes in RAM, so there is no VRAM to plan.{wanted}",)
+        return tuple(f"To fit the budget (allow_lossy is on): {words}." for words in self.changes)
+
+
+def wishes_of(config: TrainConfig, precision: str) -> Wishes:
+    """Return what in ``config`` a plan depends on."""
+    return Wishes(
+        vram_budget_gb=config.vram_budget_gb,
+        recompute=config.recompute,
+        allow_lossy=config.allow_lossy,
+        rank=config.lora.rank,
+        precision=precision,
+    )
+
+
+def device_facts(job: Job) -> DeviceFacts:
+    """Return the device as it is now; ask before the model is loaded, for what it holds will be given up."""
+    hardware = job.hardware
+    return DeviceFacts(available=hardware.available(), total=hardware.total(), ram=hardware.ram_available())
+
+
+def room_for(config: TrainConfig, device: DeviceFacts) -> int | None:
+    """Return the device bytes the run will take at most; None on a host that computes where the weights are."""
+    return ceiling(Wishes(vram_budget_gb=config.vram_budget_gb), device)
+
+
+def samples_of(job: Job) -> Batches:
+    """Return the job's samples as they are."""
+    return Batches(recipe=job.recipe, cache=TieredCache(job.recipe.cache), seed=job.config.seed)
+
+
+def prepare(job: Job, layers: dict[str, nn.Module], precision: str, device: DeviceFacts) -> Prepared:
+    """Return how the run goes.
+
+    Raises:
+        BudgetError: it fits into no way.
+    """
+    prepared = _unplanned(job, precision, device)
+    if device.available is None:
+        return prepared
+    facts, learned, facts_for = _measured(job, layers, prepared)
+    plan = make_plan(facts, prepared.wishes, device, facts_for)
+    final = replace(changed(prepared, plan.change), plan=plan, setting=plan.setting, writes_in_place=learned)
+    return _verified(job, layers, final)
+
+
+def _unplanned(job: Job, precision: str, device: DeviceFacts) -> Prepared:
+    kept: frozenset[str] = frozenset() if job.config.recompute else frozenset(find_blocks(job.denoiser.network))
+    return Prepared(
+        config=job.config,
+        precision=precision,
+        samples=samples_of(job),
+        setting=Setting(kept=kept),
+        wishes=wishes_of(job.config, precision),
+        device=device,
+    )
+
+
+def facts_of(
+    job: Job, layers: dict[str, nn.Module], precision: str, device: DeviceFacts
+) -> tuple[Facts, Callable[[Change], Facts]]:
+    """Return what a plan for ``job`` is made from, and from what if the job is changed."""
+    facts, _, facts_for = _measured(job, layers, _unplanned(job, precision, device))
+    return facts, facts_for
+
+
+def _measured(
+    job: Job, layers: dict[str, nn.Module], prepared: Prepared
+) -> tuple[Facts, dict[str, bool], Callable[[Change], Facts]]:
+    facts, learned = measured(_simulators(job, layers, prepared))
+
+    def facts_for(change: Change) -> Facts:
+        # The rank is reckoned with by the plan itself.
+        return measured(_simulators(job, layers, changed(prepared, replace(change, rank=0))))[0]
+
+    return facts, learned, facts_for
+
+
+def simulated(job: Job, layers: dict[str, nn.Module], prepared: Prepared) -> Simulated:
+    """Run the step that needs most as ``prepared`` says, without a device."""
+    size = prepared.setting.micro_batch or len(largest_batch(job.recipe))
+    simulator = _simulators(job, layers, prepared, (size,))[size]
+    learned = prepared.writes_in_place or simulator.step(prepared.setting).writes_in_place
+    return simulator.step(prepared.setting, learned)
+
+
+def _verified(job: Job, layers: dict[str, nn.Module], prepared: Prepared) -> Prepared:
+    """Simulate the plan itself; where it needs more than was worked out, take the next lower one."""
+    plan = prepared.plan
+    for _ in range(MAX_CORRECTIONS):
+        assert plan is not None and plan.budget is not None
+        prepared = replace(prepared, plan=plan, setting=plan.setting)
+        peak = simulated(job, layers, prepared).counter.peak
+        if peak <= plan.peak_bytes or peak + plan.footprint.margin <= plan.budget:
+            break
+        lower = next_rung(plan, prepared.wishes, prepared.device, peak)
+        if lower is None:
+            break
+        plan = lower
+    return prepared
+
+
+def changed(prepared: Prepared, change: Change) -> Prepared:
+    """Return ``prepared`` with what ``change`` does to the job."""
+    config, lora = prepared.config, prepared.config.lora
+    if change.rank:
+        # The strength stays: alpha shrinks with the rank.
+        lora = LoraConfig(rank=change.rank, alpha=lora.alpha * change.rank / lora.rank, targets=lora.targets)
+    return replace(
+        prepared,
+        config=replace(config, lora=lora),
+        precision=change.precision or prepared.precision,
+        samples=replace(prepared.samples, latent_scale=change.resolution),
+    )
+
+
+def _simulators(
+    job: Job, layers: dict[str, nn.Module], prepared: Prepared, sizes: tuple[int, ...] | None = None
+) -> dict[int, Simulator]:
+    batch = largest_batch(job.recipe)
+    optim = replace(prepared.config.optim, accumulation=1)
+    return {
+        size: Simulator(
+            denoiser=job.denoiser,
+            layers=layers,
+            config=replace(prepared.config, optim=optim),
+            dtype=DTYPES[prepared.precision],
+            samples=prepared.samples,
+            batch=batch[:size],
+            cancel=job.cancel,
+        )
+        for size in sizes or _sizes(len(batch))
+    }
+
+
+def _sizes(batch_size: int) -> tuple[int, ...]:
+    """Return the micro-batches worth trying: the whole batch, halves of it, and single samples."""
+    sizes = {1}
+    while batch_size > 1:
+        sizes.add(batch_size)
+        batch_size = -(-batch_size // 2)
+    return tuple(sorted(sizes))
+
+
+def largest_batch(recipe: BatchRecipe) -> tuple[CacheEntry, ...]:
+    """Return a batch that needs at least as much as any in ``recipe``: its largest one, with the longest captions."""
+    entries = recipe.cache.entries
+    longest = max(entries, key=lambda entry: _text_bytes(recipe, entry))
+    batch = max(recipe.epoch(0), key=lambda batch: len(batch) * math.prod(entries[batch[0]].latent_shape))
+    return tuple(replace(entries[index], text_key=longest.text_key) for index in batch)
+
+
+def _text_bytes(recipe: BatchRecipe, entry: CacheEntry) -> int:
+    return path_of(recipe.cache.root, "text", entry.text_key).stat().st_size
