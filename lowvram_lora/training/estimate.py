@@ -263,7 +263,9 @@ def _step_facts(run: Simulated, convolutions: Mapping[str, int], size: int) -> S
     counter = run.counter
     over = run.fixed_bytes + run.resident_bytes
     # A block that trains nothing and needs no gradient has no backward pass, and holds nothing for one.
-    order = [path for path, phase in counter.counts if phase == _FORWARD and (path, _BACKWARD) in counter.counts]
+    order = [
+        path for path, phase in counter.counts if path and phase == _FORWARD and (path, _BACKWARD) in counter.counts
+    ]
     gradients = [run.adapter_bytes, *(run.gradient_bytes[path] for path in order)]
     between = [0] * len(gradients)
     place = {path: index for index, path in enumerate(order)}
