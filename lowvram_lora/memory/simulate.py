@@ -26,12 +26,21 @@ OUTSIDE = ""
 
 @dataclass
 class BlockCount:
-    """What was seen of one block in one phase: live bytes when it began and ended, and the most in between."""
+    """What was seen of one block in one phase.
+
+    Attributes:
+        began: live bytes at its beginning.
+        ended: live bytes at its end.
+        peak: the most in between.
+        flops: of its operations.
+        convolved: bytes that convolutions gave.
+    """
 
     began: int = 0
     ended: int = 0
     peak: int = 0
     flops: int = 0
+    convolved: int = 0
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -72,6 +81,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops = flop_registry.get(func._overloadpacket)
         if flops is not None:
             self._count.flops += flops(*args, **kwargs, out_val=out)
+            if func._overloadpacket is torch.ops.aten.convolution:
+                self._count.convolved += out.nbytes
         return out
 
     def add(self, tensor: Tensor) -> None:

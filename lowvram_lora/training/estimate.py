@@ -192,16 +192,15 @@ def measured(simulators: Mapping[int, Simulator]) -> tuple[Facts, dict[str, bool
         simulators: of the same job by micro-batch; each holds that many samples. 1 and the batch's size are there.
     """
     setting = Setting(ring_bytes=_smallest_ring(simulators[1]))
-    bare = simulators[1].step(replace(setting, keep_convolutions=False))
-    learned = bare.writes_in_place
-    runs = {size: simulator.step(setting, learned, measures=True) for size, simulator in simulators.items()}
+    learned = simulators[1].step(setting).writes_in_place
+    asked = replace(setting, inputs_in_ram=True)
+    runs = {size: simulator.step(asked, learned, measures=True) for size, simulator in simulators.items()}
     first = runs[1]
-    convolutions = _convolution_bytes(bare, first)
     facts = Facts(
         layers=_layers(simulators[1], first),
         batch_size=max(simulators),
         passes=simulators[1].config.optim.accumulation,
-        steps={size: _step_facts(run, convolutions, size) for size, run in runs.items()},
+        steps={size: _step_facts(run) for size, run in runs.items()},
         small_bytes=first.small_bytes,
         adapter_bytes=first.adapter_bytes,
         update_bytes=_update_bytes(first),
@@ -245,21 +244,7 @@ def _layers(simulator: Simulator, run: Simulated) -> tuple[LayerFacts, ...]:
     )
 
 
-def _convolution_bytes(bare: Simulated, full: Simulated) -> dict[str, int]:
-    """Return, by block, what a forward run leaves behind with kept convolutions and not without."""
-    return {
-        path: max(0, _left_behind(full, path) - _left_behind(bare, path))
-        for path, phase in full.counter.counts
-        if phase == _FORWARD and path
-    }
-
-
-def _left_behind(run: Simulated, path: str) -> int:
-    count = run.counter.counts[path, _FORWARD]
-    return count.ended - count.began
-
-
-def _step_facts(run: Simulated, convolutions: Mapping[str, int], size: int) -> StepFacts:
+def _step_facts(run: Simulated) -> StepFacts:
     counter = run.counter
     over = run.fixed_bytes + run.resident_bytes
     # A block that trains nothing and needs no gradient has no backward pass, and holds nothing for one.
@@ -274,16 +259,18 @@ def _step_facts(run: Simulated, convolutions: Mapping[str, int], size: int) -> S
         index = place.get(path, -1) + (not is_after)
         between[index] = max(between[index], live - over - gradients[index] * is_after)
     return StepFacts(
-        blocks=tuple(_block_facts(run, path, over, size * convolutions[path]) for path in order),
+        blocks=tuple(_block_facts(run, path, over) for path in order),
         other_peak=max(between),
         other_flops=counter.counts[OUTSIDE, _FORWARD].flops,
         between_peaks=tuple(between),
     )
 
 
-def _block_facts(run: Simulated, path: str, over: int, convolution_bytes: int) -> BlockFacts:
+def _block_facts(run: Simulated, path: str, over: int) -> BlockFacts:
     counts = run.counter.counts
     forward, again, backward = (counts[path, phase] for phase in (_FORWARD, _RECOMPUTE, _BACKWARD))
+    # The second run is answered with what the first one's convolutions gave, and lets it go on the way.
+    convolution_bytes = forward.convolved - again.convolved
     gradients = run.gradient_bytes[path]
     return BlockFacts(
         path=path,
