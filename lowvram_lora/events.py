@@ -80,7 +80,11 @@ class Lowered:
 
 @dataclass(frozen=True, kw_only=True)
 class Stepped:
-    """One optimizer step is done."""
+    """One optimizer step is done.
+
+    Attributes:
+        alarm: a sentence if the step shows that the device's memory spills into RAM.
+    """
 
     step: int
     steps: int
@@ -88,6 +92,7 @@ class Stepped:
     learning_rate: float
     seconds_per_step: float
     remaining_s: float
+    alarm: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

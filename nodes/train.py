@@ -92,6 +92,9 @@ def _follow(job: Job, progress: _host.Progress) -> _Followed:
                 notes.append(f"Memory ran out at step {event.step}; it was repeated with the plan below.")
                 LOG.warning("%s (%s)\n%s", notes[-1], event.cause, plan)
             elif isinstance(event, Stepped):
+                if event.alarm and not any(note.startswith("Step ") for note in notes):
+                    LOG.warning("%s", event.alarm)
+                    notes.append(event.alarm)
                 progress.update(event.step, f"{_line(event)}\n{plan}")
             elif isinstance(event, Finished):
                 return _Followed(event, plan, tuple(notes))

@@ -26,7 +26,11 @@ class Observe(Protocol):
 
 
 class Meter:
-    """Samples memory in each phase of each step; a long run keeps every second, fourth, ... step."""
+    """Samples memory in each phase of each step; a long run keeps every second, fourth, ... step.
+
+    Attributes:
+        latest: the largest counts of the last whole step.
+    """
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
@@ -37,6 +41,7 @@ class Meter:
         self._phases: dict[str, dict[str, int]] = {}
         self._step: dict[str, int] = {}
         self._phase = ""
+        self.latest: dict[str, int] = {}
         self._total: Counter[str] = Counter()
 
     def phase(self, name: str) -> None:
@@ -51,6 +56,7 @@ class Meter:
         """Measure the last phase of a step; the step is over."""
         self.phase("")
         step, self._step = self._step, {}
+        self.latest = step
         _raise_to(self._peak, step)
         self._total.update(step)
         if self._steps % self._stride == 0:

@@ -185,13 +185,14 @@ class _Observer:
             yield
 
 
-def measured(simulators: Mapping[int, Simulator]) -> tuple[Facts, dict[str, bool]]:
+def measured(simulators: Mapping[int, Simulator], passes: int) -> tuple[Facts, dict[str, bool]]:
     """Return what a plan is made from, and which blocks write in place.
 
     Args:
+        passes: batches that make a step.
         simulators: of the same job by micro-batch; each holds that many samples. 1 and the batch's size are there.
     """
-    setting = Setting(ring_bytes=_smallest_ring(simulators[1]))
+    setting = Setting(ring_bytes=smallest_ring(simulators[1].denoiser))
     learned = simulators[1].step(setting).writes_in_place
     asked = replace(setting, inputs_in_ram=True)
     runs = {size: simulator.step(asked, learned, measures=True) for size, simulator in simulators.items()}
@@ -199,7 +200,7 @@ def measured(simulators: Mapping[int, Simulator]) -> tuple[Facts, dict[str, bool
     facts = Facts(
         layers=_layers(simulators[1], first),
         batch_size=max(simulators),
-        passes=simulators[1].config.optim.accumulation,
+        passes=passes,
         steps={size: _step_facts(run) for size, run in runs.items()},
         small_bytes=first.small_bytes,
         adapter_bytes=first.adapter_bytes,
@@ -213,10 +214,9 @@ def _update_bytes(run: Simulated) -> int:
     return count.peak - count.began
 
 
-def _smallest_ring(simulator: Simulator) -> int:
-    return 2 * max(
-        payload_bytes(simulator.denoiser.weights.payload(module)) for _, module in matrices(simulator.denoiser.network)
-    )
+def smallest_ring(denoiser: Denoiser) -> int:
+    """Return the bytes of the smallest ring: one layer is copied while another is used."""
+    return 2 * max(payload_bytes(denoiser.weights.payload(module)) for _, module in matrices(denoiser.network))
 
 
 def payload_bytes(payload: Sequence[Tensor]) -> int:

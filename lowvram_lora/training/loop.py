@@ -55,8 +55,8 @@ def train(job: Job, prepared: Prepared, layers: dict[str, nn.Module], progress: 
         torch.OutOfMemoryError: on the last rung.
     """
     with ExitStack() as undo:
-        if prepared.plan is not None and prepared.plan.budget is not None:
-            undo.enter_context(job.hardware.capped(prepared.plan.budget))
+        if prepared.budget is not None:
+            undo.enter_context(job.hardware.capped(prepared.budget))
         transfers = job.transfers(prepared.setting.staging_bytes)
         if transfers is not None:
             undo.enter_context(closing(transfers))
@@ -117,6 +117,7 @@ def _one(job: Job, stepper: Stepper, progress: Progress, step: int, steps: int) 
         learning_rate=learning_rate,
         seconds_per_step=seconds,
         remaining_s=progress.remaining_s(steps),
+        alarm=progress.alarm(),
     )
 
 

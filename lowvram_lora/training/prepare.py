@@ -21,7 +21,7 @@ from ..memory.recompute import find_blocks
 from ..memory.setting import Setting
 from ..memory.table import describe_plan
 from ..memory.wishes import DeviceFacts, Wishes, ceiling
-from .estimate import Simulated, Simulator, measured
+from .estimate import Simulated, Simulator, measured, smallest_ring
 from .job import Job
 from .precision import DTYPES
 from .step import Batches
@@ -36,8 +36,9 @@ class Prepared:
 
     Attributes:
         config: the job's, with what a lossy plan changes in it.
-        plan: None on a host that computes where the weights are; ``setting`` holds there as well.
+        plan: None on a host that computes where the weights are, and where there could be none.
         writes_in_place: by block, as far as it is known.
+        unmeasured: why the job could not be simulated; empty where it could, or need not.
     """
 
     config: TrainConfig
@@ -48,6 +49,12 @@ class Prepared:
     device: DeviceFacts
     plan: Plan | None = None
     writes_in_place: dict[str, bool] = field(default_factory=dict)
+    unmeasured: str = ""
+
+    @property
+    def budget(self) -> int | None:
+        """Device bytes that the run may take, or None where there is no device."""
+        return ceiling(self.wishes, self.device)
 
     @property
     def changes(self) -> tuple[str, ...]:
@@ -62,11 +69,16 @@ class Prepared:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know about the plan."""
-        if self.plan is None:
+        if self.device.available is None:
             wanted = (
                 f" vram_budget_gb = {self.config.vram_budget_gb:g} is ignored." if self.config.vram_budget_gb else ""
             )
             return (f"This ComfyUI computes in RAM, so there is no VRAM to plan.{wanted}",)
+        if self.unmeasured:
+            return (
+                f"What this model needs could not be worked out beforehand ({self.unmeasured}). It is trained in the "
+                "way that takes the least memory; the budget is the ceiling.",
+            )
         return tuple(f"To fit the budget (allow_lossy is on): {words}." for words in self.changes)
 
 
@@ -106,7 +118,11 @@ def prepare(job: Job, layers: dict[str, nn.Module], precision: str, device: Devi
     prepared = _unplanned(job, precision, device)
     if device.available is None:
         return prepared
-    facts, learned, facts_for = _measured(job, layers, prepared)
+    try:
+        facts, learned, facts_for = _measured(job, layers, prepared)
+    except (NotImplementedError, RuntimeError) as error:
+        # Some operation of this network needs its numbers.
+        return _thriftiest(job, prepared, str(error).splitlines()[0])
     plan = make_plan(facts, prepared.wishes, device, facts_for)
     final = replace(changed(prepared, plan.change), plan=plan, setting=plan.setting, writes_in_place=learned)
     return _verified(job, layers, final)
@@ -124,6 +140,14 @@ def _unplanned(job: Job, precision: str, device: DeviceFacts) -> Prepared:
     )
 
 
+def _thriftiest(job: Job, prepared: Prepared, reason: str) -> Prepared:
+    """Return the run that takes the least memory of all, whatever that is."""
+    setting = Setting(
+        ring_bytes=smallest_ring(job.denoiser), inputs_in_ram=True, optimizer_in_ram=True, keep_convolutions=False
+    )
+    return replace(prepared, setting=setting, unmeasured=reason)
+
+
 def facts_of(
     job: Job, layers: dict[str, nn.Module], precision: str, device: DeviceFacts
 ) -> tuple[Facts, Callable[[Change], Facts]]:
@@ -135,19 +159,23 @@ def facts_of(
 def _measured(
     job: Job, layers: dict[str, nn.Module], prepared: Prepared
 ) -> tuple[Facts, dict[str, bool], Callable[[Change], Facts]]:
-    facts, learned = measured(_simulators(job, layers, prepared))
+    facts, learned = measured(_simulators(job, layers, prepared), job.config.optim.accumulation)
 
     def facts_for(change: Change) -> Facts:
         # The rank is reckoned with by the plan itself.
-        return measured(_simulators(job, layers, changed(prepared, replace(change, rank=0))))[0]
+        altered = changed(prepared, replace(change, rank=0))
+        return measured(_simulators(job, layers, altered), job.config.optim.accumulation)[0]
 
     return facts, learned, facts_for
 
 
 def simulated(job: Job, layers: dict[str, nn.Module], prepared: Prepared) -> Simulated:
-    """Run the step that needs most as ``prepared`` says, without a device."""
-    size = prepared.setting.micro_batch or len(largest_batch(job.recipe))
+    """Run the step that needs most as ``prepared`` says, without a device; of its passes two, if there are more."""
+    batch_size = len(largest_batch(job.recipe))
+    size = min(batch_size, 2 * (prepared.setting.micro_batch or batch_size))
     simulator = _simulators(job, layers, prepared, (size,))[size]
+    if size == batch_size and prepared.config.optim.accumulation > 1:
+        simulator = replace(simulator, config=with_accumulation(simulator.config, 2))
     learned = prepared.writes_in_place or simulator.step(prepared.setting).writes_in_place
     return simulator.step(prepared.setting, learned)
 
@@ -186,12 +214,11 @@ def _simulators(
     job: Job, layers: dict[str, nn.Module], prepared: Prepared, sizes: tuple[int, ...] | None = None
 ) -> dict[int, Simulator]:
     batch = largest_batch(job.recipe)
-    optim = replace(prepared.config.optim, accumulation=1)
     return {
         size: Simulator(
             denoiser=job.denoiser,
             layers=layers,
-            config=replace(prepared.config, optim=optim),
+            config=with_accumulation(prepared.config, 1),
             dtype=DTYPES[prepared.precision],
             samples=prepared.samples,
             batch=batch[:size],
@@ -199,6 +226,11 @@ def _simulators(
         )
         for size in sizes or _sizes(len(batch))
     }
+
+
+def with_accumulation(config: TrainConfig, accumulation: int) -> TrainConfig:
+    """Return ``config`` with so many batches to a step."""
+    return replace(config, optim=replace(config.optim, accumulation=accumulation))
 
 
 def _sizes(batch_size: int) -> tuple[int, ...]:

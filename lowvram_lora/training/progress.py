@@ -23,6 +23,11 @@ from .step import NotFiniteError
 
 LOG = logging.getLogger(__name__)
 
+# The first steps vary by themselves.
+MIN_STEPS_FOR_ALARM = 3
+SLOW_FACTOR = 3.0
+FULL_SHARE = 0.97
+
 
 @dataclass(kw_only=True)
 class Progress:
@@ -53,6 +58,23 @@ class Progress:
         """Return the time left; the first step, which is slower than any other, counts only while it is the only."""
         typical = statistics.fmean(self.seconds[1:] or self.seconds)
         return typical * (steps - len(self.seconds))
+
+    def alarm(self) -> str:
+        """Return a sentence if the last step was far slower than usual while the card was full; else nothing.
+
+        Drivers move what does not fit into RAM without telling anybody, which shows in this way alone.
+        """
+        *before, last = self.seconds
+        used, total = (self.meter.latest.get(f"card_{name}", 0) for name in ("used", "total"))
+        if len(before) < MIN_STEPS_FOR_ALARM or not total or used < FULL_SHARE * total:
+            return ""
+        usual = statistics.median(before)
+        if last < SLOW_FACTOR * usual:
+            return ""
+        return (
+            f"Step {len(self.seconds)} took {last:.1f} s, {last / usual:.0f} times the usual, while the card was full: "
+            "its driver may be moving memory to RAM. Lower vram_budget_gb, or close what else uses the card."
+        )
 
     def usable_steps(self, error: BaseException) -> int:
         """Put back the adapters of the last good step if the present ones are not; return the steps they have seen."""

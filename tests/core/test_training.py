@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from lowvram_lora import fakes
+from lowvram_lora.adapters.attach import Adapters
 from lowvram_lora.config import DataConfig, LoraConfig, OptimConfig, SamplerConfig, TrainConfig
 from lowvram_lora.data.batches import BatchRecipe
 from lowvram_lora.data.cache import build
@@ -25,6 +26,7 @@ from lowvram_lora.memory.summary import describe_memory, efficiency
 from lowvram_lora.training import objective
 from lowvram_lora.training.optim import build_optimizer, build_schedule
 from lowvram_lora.training.precision import resolve
+from lowvram_lora.training.progress import Progress
 from lowvram_lora.training.record import RunStore
 from lowvram_lora.training.report import describe_run
 from lowvram_lora.training.run import Job, run
@@ -240,6 +242,24 @@ def test_sigmas_come_from_the_models_table_and_stay_above_the_floor() -> None:
     assert drawn.min() == pytest.approx(objective.MIN_SIGMA)
     assert set(drawn.tolist()) <= {*table.tolist(), drawn.min().item()}
     assert len(drawn.unique()) == 11
+
+
+@pytest.mark.parametrize(
+    ("seconds", "used", "alarms"),
+    [
+        ((1, 1, 1, 1, 9), 990, True),
+        ((1, 1, 1, 1, 9), 500, False),
+        ((1, 1, 1, 1, 1.2), 990, False),
+        ((1, 9), 990, False),
+    ],
+)
+def test_a_step_far_slower_than_usual_on_a_full_card_raises_the_alarm(
+    job: Job, seconds: tuple[float, ...], used: int, alarms: bool
+) -> None:
+    progress = Progress(adapters=Adapters({}), meter=Meter(job.hardware))
+    progress.seconds.extend(seconds)
+    progress.meter.latest = {"card_used": used, "card_total": 1000}
+    assert ("driver" in progress.alarm()) == alarms
 
 
 def test_the_meter_keeps_peaks_and_a_bounded_history() -> None:
