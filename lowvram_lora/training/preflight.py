@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -40,12 +40,14 @@ def check(
     config: TrainConfig,
     loras_root: Path,
     room: int | None = None,
+    found: Sequence[str] = (),
     only_path: bool = False,
 ) -> Checked:
     """Return the layers to adapt and where the file goes.
 
     Args:
         room: device bytes that are needed beside the model; None where weights are where the network computes.
+        found: problems that are known already.
         only_path: check where the file goes and nothing else; there is nothing to train.
 
     Raises:
@@ -55,6 +57,7 @@ def check(
     path = _attempt(lambda: _writable_path(loras_root, config), problems)
     if only_path and path is not None:
         return Checked({}, path)
+    problems += found
     problems += denoiser.problems(sorted({entry.latent_shape for entry in recipe.cache.entries}))
     problems += _missing_encodings(recipe.cache)
     if not problems:

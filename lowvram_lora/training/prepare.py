@@ -18,6 +18,7 @@ from ..memory.ladder import next_rung
 from ..memory.lossy import Change
 from ..memory.plan import Plan, make_plan
 from ..memory.recompute import find_blocks
+from ..memory.refusal import card_error
 from ..memory.setting import Setting
 from ..memory.table import describe_plan
 from ..memory.wishes import DeviceFacts, Wishes, ceiling
@@ -64,7 +65,7 @@ class Prepared:
     @property
     def table(self) -> str:
         """The plan in lines of text; empty where there is none."""
-        return describe_plan(self.plan) if self.plan else ""
+        return describe_plan(self.plan, budget_gb=self.config.vram_budget_gb) if self.plan else ""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -102,6 +103,12 @@ def device_facts(job: Job) -> DeviceFacts:
 def room_for(config: TrainConfig, device: DeviceFacts) -> int | None:
     """Return the device bytes the run will take at most; None on a host that computes where the weights are."""
     return ceiling(Wishes(vram_budget_gb=config.vram_budget_gb), device)
+
+
+def budget_problems(config: TrainConfig, device: DeviceFacts) -> list[str]:
+    """Return what is wrong with the budget whatever the job is."""
+    error = card_error(Wishes(vram_budget_gb=config.vram_budget_gb), device)
+    return [] if error is None else [str(error)]
 
 
 def samples_of(job: Job) -> Batches:

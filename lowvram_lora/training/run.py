@@ -22,7 +22,7 @@ from .job import Job
 from .loop import is_out_of_memory, train
 from .precision import resolve
 from .preflight import Checked, check
-from .prepare import Prepared, device_facts, prepare, room_for
+from .prepare import Prepared, budget_problems, device_facts, prepare, room_for
 from .progress import Progress, note_memory, save_partial
 from .step import NotFiniteError
 
@@ -68,7 +68,13 @@ def run(job: Job) -> Iterator[Event]:
     device = device_facts(job)
     # A finished run needs nothing any more but a place for its file.
     checked = check(
-        job.denoiser, job.recipe, job.config, job.loras_root, room=room_for(job.config, device), only_path=reused
+        job.denoiser,
+        job.recipe,
+        job.config,
+        job.loras_root,
+        room=room_for(job.config, device),
+        found=budget_problems(job.config, device),
+        only_path=reused,
     )
     if record is None:
         if device.available is not None:
