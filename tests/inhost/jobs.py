@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import tiny
 import torch
 from PIL import Image
+from torch import Tensor, nn
 
 from lowvram_lora.config import DataConfig, LoraConfig, OptimConfig, SamplerConfig, TrainConfig
 from lowvram_lora.data import store
@@ -16,7 +18,12 @@ from lowvram_lora.data.batches import BatchRecipe
 from lowvram_lora.data.cache import LATENTS, STRUCTURE, CacheEntry, CacheIndex, build
 from lowvram_lora.data.encodings import pack
 from lowvram_lora.data.scan import scan
-from lowvram_lora.fakes import FakeCancel, FakeCodec, FakeHardware, FakeTextEncoder
+from lowvram_lora.events import Event, Finished, Stepped
+from lowvram_lora.fakes import FakeCancel, FakeCodec, FakeHardware, FakeTextEncoder, LateTransfers
+from lowvram_lora.memory.facts import aligned
+from lowvram_lora.memory.frozen import matrices
+from lowvram_lora.memory.setting import Setting
+from lowvram_lora.training import run as run_module
 from lowvram_lora.training.job import Job
 from lowvram_lora.training.record import RunStore
 
@@ -76,3 +83,68 @@ def job(folder: Path, denoiser: Any, *, batch_size: int = 1, cancel: FakeCancel 
         loras_root=folder / "loras",
         store=RunStore(folder / "runs"),
     )
+
+
+class Device(LateTransfers):
+    """A device played by RAM, which knows what it has given out.
+
+    Attributes:
+        given: bytes of each buffer so far.
+        alive: of those that somebody still holds.
+        num_to_ram: tensors that were sent to RAM.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[int] = []
+        self.alive: list[int] = []
+        self.num_to_ram = 0
+
+    def empty(self, num_bytes: int) -> Tensor:
+        made = super().empty(num_bytes)
+        self.given.append(num_bytes)
+        self.alive.append(num_bytes)
+        weakref.finalize(made.untyped_storage(), self.alive.remove, num_bytes).atexit = False
+        return made
+
+    def to_ram(self, tensor: Tensor) -> Any:
+        self.num_to_ram += 1
+        return super().to_ram(tensor)
+
+
+def on_device(job: Job, device: Device, available: int | None = None) -> Job:
+    """Return ``job`` with its computation on ``device``.
+
+    Args:
+        available: device bytes to plan with; None plans nothing.
+    """
+    hardware = FakeHardware(available_bytes=available, total_bytes=None if available is None else 1 << 40)
+    return replace(job, transfers=lambda staging_bytes: device, hardware=hardware)
+
+
+def forced(monkeypatch: Any, setting: Setting) -> None:
+    """Let runs go as ``setting`` says from now on, whatever was planned."""
+    prepare = run_module.prepare
+
+    def with_setting(*args: Any) -> Any:
+        return replace(prepare(*args), setting=setting)
+
+    monkeypatch.setattr(run_module, "prepare", with_setting)
+
+
+def ring(network: nn.Module, weights: Any, num: float = 2) -> int:
+    """Return the bytes of ``num`` of the largest layers."""
+    payloads = (weights.payload(module) for _, module in matrices(network))
+    return int(num * max(sum(aligned(tensor.nbytes) for tensor in payload) for payload in payloads))
+
+
+def finish(job: Job) -> Finished:
+    """Run ``job`` to its end."""
+    *_, last = run_module.run(job)
+    assert isinstance(last, Finished)
+    return last
+
+
+def losses(events: list[Event]) -> list[float]:
+    """Return the loss of each step."""
+    return [event.loss for event in events if isinstance(event, Stepped)]
