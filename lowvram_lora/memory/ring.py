@@ -253,6 +253,16 @@ def copies_of_a_pass(order: Sequence[Hashable], sizes: Mapping[Any, int], num_by
     Args:
         sizes: bytes that each layer takes up.
     """
+    return copies_of_passes(order, sizes, num_bytes)[-1]
+
+
+def copies_of_passes(
+    order: Sequence[Hashable], sizes: Mapping[Any, int], num_bytes: int, num: int = 4
+) -> list[list[Hashable]]:
+    """Return what a ring of ``num_bytes`` loads in each of the first ``num`` passes.
+
+    Nothing is foreseen in the first. Later ones still differ a little: where layers lie depends on the pass before.
+    """
     loaded: list[Hashable] = []
 
     def load(segment: Segment) -> bool:
@@ -260,12 +270,14 @@ def copies_of_a_pass(order: Sequence[Hashable], sizes: Mapping[Any, int], num_by
         return True
 
     conveyor = Conveyor(num_bytes, lambda key: aligned(sizes[key]), load)
-    for _ in range(4):
-        loaded.clear()
+    found = []
+    for _ in range(num):
         conveyor.begin()
         for key in order:
             segment = conveyor.take(key)
             assert segment is not None, "the ring is smaller than a layer"
             conveyor.give_back(segment, None)
             conveyor.load_ahead()
-    return loaded
+        found.append(loaded.copy())
+        loaded.clear()
+    return found

@@ -62,7 +62,7 @@ class Simulated:
         gradient_bytes: by block, the adapters' gradients when its backward pass began.
         input_bytes: by block, what ``inputs_in_ram`` would have freed.
         writes_in_place: by block.
-        reads: layer and phase of every use of a weight, in order.
+        reads: layer and phase of every use of a weight in the last pass, in order.
     """
 
     counter: LiveBytes
@@ -153,6 +153,11 @@ class Simulator:
     ) -> Stepper:
         parameters = adapters.parameters()
         optimizer = build_optimizer(parameters, self.config.optim, setting, transfers=transfers)
+
+        def begin() -> None:
+            denoiser.weights.reads.clear()
+            engaged.begin()
+
         return Stepper(
             denoiser=denoiser,
             batches=OneBatch(self.samples, self.batch),
@@ -163,7 +168,7 @@ class Simulator:
             config=self.config.optim,
             cancel=self.cancel,
             watch=counter,
-            begin=engaged.begin,
+            begin=begin,
             micro_batch=setting.micro_batch,
             read=lambda _: 0.0,
         )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import LoraConfig, TrainConfig
 from ..data.batches import BatchRecipe
@@ -14,15 +15,18 @@ from ..data.cache import CacheEntry
 from ..data.store import path_of
 from ..data.tiers import TieredCache
 from ..memory.facts import Facts
+from ..memory.footprint import num_passes
+from ..memory.frozen import matrices
 from ..memory.ladder import next_rung
 from ..memory.lossy import Change
 from ..memory.plan import Plan, make_plan
 from ..memory.recompute import find_blocks
 from ..memory.refusal import card_error
+from ..memory.ring import copies_of_passes
 from ..memory.setting import Setting
 from ..memory.table import describe_plan
 from ..memory.wishes import DeviceFacts, Wishes, ceiling
-from .estimate import Simulated, Simulator, measured, smallest_ring
+from .estimate import Simulated, Simulator, measured, payload_bytes, smallest_ring
 from .job import Job
 from .precision import DTYPES
 from .step import Batches
@@ -39,6 +43,7 @@ class Prepared:
         config: the job's, with what a lossy plan changes in it.
         plan: None on a host that computes where the weights are, and where there could be none.
         writes_in_place: by block, as far as it is known.
+        copies: of the largest batch's first passes: how often a layer's weights go to the device, and their bytes.
         unmeasured: why the job could not be simulated; empty where it could, or need not.
     """
 
@@ -50,6 +55,7 @@ class Prepared:
     device: DeviceFacts
     plan: Plan | None = None
     writes_in_place: dict[str, bool] = field(default_factory=dict)
+    copies: tuple[tuple[int, int], ...] = ()
     unmeasured: str = ""
 
     @property
@@ -189,18 +195,34 @@ def simulated(job: Job, layers: dict[str, nn.Module], prepared: Prepared) -> Sim
 
 def _verified(job: Job, layers: dict[str, nn.Module], prepared: Prepared) -> Prepared:
     """Simulate the plan itself; where it needs more than was worked out, take the next lower one."""
-    plan = prepared.plan
     for _ in range(MAX_CORRECTIONS):
+        plan = prepared.plan
         assert plan is not None and plan.budget is not None
-        prepared = replace(prepared, plan=plan, setting=plan.setting)
-        peak = simulated(job, layers, prepared).counter.peak
+        run = simulated(job, layers, prepared)
+        prepared = _with_copies(job, prepared, plan, run)
+        peak = run.counter.peak
         if peak <= plan.peak_bytes or peak + plan.footprint.margin <= plan.budget:
             break
         lower = next_rung(plan, prepared.wishes, prepared.device, peak)
         if lower is None:
             break
-        plan = lower
+        prepared = replace(prepared, plan=lower, setting=lower.setting)
     return prepared
+
+
+def _with_copies(job: Job, prepared: Prepared, plan: Plan, run: Simulated) -> Prepared:
+    """Return ``prepared`` with what each pass will copy; ``run`` tells in which order weights are read."""
+    weights, setting = job.denoiser.weights, prepared.setting
+    paths = {module: path for path, module in matrices(job.denoiser.network)}
+    order = [module for module, _ in run.reads if paths[module] not in setting.resident]
+    payloads: dict[Any, Sequence[Tensor]] = {module: weights.payload(module) for module in order}
+    sizes = {module: payload_bytes(payload) for module, payload in payloads.items()}
+    copies = tuple(
+        (len(loaded), sum(tensor.nbytes for module in loaded for tensor in payloads[module]))
+        for loaded in copies_of_passes(order, sizes, setting.ring_bytes)
+    )
+    copied_bytes = copies[-1][1] * num_passes(plan.facts, setting.micro_batch)
+    return replace(prepared, plan=replace(plan, pace=replace(plan.pace, copied_bytes=copied_bytes)), copies=copies)
 
 
 def changed(prepared: Prepared, change: Change) -> Prepared:
