@@ -14,6 +14,7 @@ class Setting:
     Attributes:
         resident: paths of the layers whose weights stay on the device, as our own copies.
         kept: paths of the blocks that keep their activations; all others run again in the backward pass.
+        chunked: paths of the blocks whose feed-forward runs in parts, and again in the backward pass.
         ring_bytes: device memory that the other layers' weights pass through.
         staging_bytes: page-locked RAM that they pass through before; 0 copies from where they are.
         micro_batch: samples that go through the network at once; 0 for the whole batch.
@@ -26,6 +27,7 @@ class Setting:
 
     resident: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
+    chunked: frozenset[str] = frozenset()
     ring_bytes: int = 0
     staging_bytes: int = 0
     micro_batch: int = 0

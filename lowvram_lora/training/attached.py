@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..adapters.attach import Adapters, adapted_forwards
+from ..memory.chunks import PART_ROWS, chunked_forwards
 from ..memory.frozen import BlockMemory, frozen, frozen_forward, matrices, usable_parameters
 from ..memory.meter import Observe
 from ..memory.recompute import WORTH_MOVING_BYTES, RecomputedBlock, learned, recomputed
@@ -29,6 +30,7 @@ class Engine:
         writes_in_place: by block, where it is known.
         observe: entered around each run of a block.
         worth_moving_bytes: smaller inputs of blocks stay on the device, whatever the setting says.
+        part_rows: tokens of a part of a feed-forward.
     """
 
     setting: Setting = field(default_factory=Setting)
@@ -36,6 +38,7 @@ class Engine:
     writes_in_place: Mapping[str, bool] = field(default_factory=dict)
     observe: Observe | None = None
     worth_moving_bytes: int = WORTH_MOVING_BYTES
+    part_rows: int = PART_ROWS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,8 @@ def attached(
             )
         )
         undo.enter_context(frozen(dict(blocks)))
+        chunked = chunked_forwards(network, setting.chunked, layers, denoiser.device, engine.part_rows)
+        undo.enter_context(frozen(chunked))
         yield Engaged(streamed=streamed, blocks={block.name: block for block in blocks.values()})
 
 

@@ -26,7 +26,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--targets", choices=tuple(TARGETS), default="attn-ff")
     parser.add_argument("--residency", choices=("resident", "streamed", "auto"), default="auto")
     parser.add_argument("--budget-gb", type=float, default=0.0, help="for auto: what the plan must fit into")
-    for name in ("no-recompute", "inputs-in-ram", "optimizer-in-ram", "keep-convolutions", "whole-blocks"):
+    for name in ("no-recompute", "inputs-in-ram", "optimizer-in-ram", "keep-convolutions", "whole-blocks", "chunks"):
         parser.add_argument(f"--{name}", action="store_true", help="for resident and streamed")
     for name in ("bf16-state", "bf16-adapters"):
         parser.add_argument(f"--{name}", action="store_true", help="lossy")
@@ -134,6 +134,7 @@ def fixed_setting(core: Any, job: Any, options: argparse.Namespace) -> Any:
         inputs_in_ram=options.inputs_in_ram,
         optimizer_in_ram=options.optimizer_in_ram,
         keep_convolutions=options.keep_convolutions,
+        chunked=frozenset(blocks) if options.chunks else frozenset(),
         optimizer_dtype=torch.bfloat16 if options.bf16_state else torch.float32,
         adapter_dtype=torch.bfloat16 if options.bf16_adapters else torch.float32,
     )

@@ -20,6 +20,7 @@ from torch import nn
 from lowvram_lora.adapters.attach import Adapters, adapted_forwards, build
 from lowvram_lora.adapters.targets import select
 from lowvram_lora.config import LoraConfig, Targets
+from lowvram_lora.memory.chunks import chunked_forwards
 from lowvram_lora.memory.frozen import BlockMemory, frozen, frozen_forward, matrices, usable_parameters
 from lowvram_lora.memory.recompute import Recompute, find_blocks, learned, recomputed
 from lowvram_lora.memory.setting import Setting
@@ -56,11 +57,14 @@ WAYS: dict[str, Callable[[Collection[str]], dict[str, Any]]] = {
     "some blocks recomputed": lambda blocks: {"kept": every_other(blocks)},
     "inputs in RAM": lambda blocks: {"transfers": Ram(), "worth_moving_bytes": 0},
     "no convolution kept": lambda blocks: {"keep_convolutions": False},
+    "feed-forward in parts": lambda blocks: {"part_rows": 3},
+    "feed-forward in parts of kept blocks": lambda blocks: {"kept": blocks, "part_rows": 3},
     "all together": lambda blocks: {
         "kept": every_other(blocks),
         "transfers": Ram(),
         "worth_moving_bytes": 0,
         "keep_convolutions": False,
+        "part_rows": 3,
     },
 }
 CASES: list[tuple[str, str, Targets]] = [
@@ -131,7 +135,7 @@ def ours(pack: Any, family: str, targets: Targets, source: Any, settings: Settin
 
     Args:
         source: where frozen layers get their weights.
-        settings: of ``Recompute``, given the blocks' paths.
+        settings: of ``Recompute``, given the blocks' paths; and the tokens of a feed-forward's part.
     """
     network = tiny.FAMILIES[family]().model.diffusion_model
     layers = select(network, targets)
@@ -157,8 +161,14 @@ def passed(
         forwards = {module: frozen_forward(module, memory) for _, module in matrices(network)}
         forwards.update(adapted_forwards(layers, adapters, memory))
         undo.enter_context(frozen(forwards))
-        blocks = dict(recomputed(network, memory, tiny.CPU, layers, Recompute(**settings(find_blocks(network)))))
+        how = settings(find_blocks(network))
+        rows = how.pop("part_rows", None)
+        blocks = dict(recomputed(network, memory, tiny.CPU, layers, Recompute(**how)))
         undo.enter_context(frozen(dict(blocks)))
+        if rows:
+            chunked = chunked_forwards(network, find_blocks(network), layers, tiny.CPU, rows)
+            assert chunked
+            undo.enter_context(frozen(chunked))
         value = loss(pack, network, family)
         value.backward()  # type: ignore[no-untyped-call]
     return value.item(), gradients(adapters.layers), learned(blocks.values())
