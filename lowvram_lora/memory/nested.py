@@ -8,6 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+# What holds no tensor, and most of what blocks are given.
+_ATOMS = frozenset({type(None), bool, int, float, str})
+
 
 class _Place:
     """Where a tensor was."""
@@ -35,6 +38,8 @@ class Places:
         return self._take(value, indices), indices
 
     def _take(self, value: Any, indices: list[int]) -> Any:
+        if type(value) in _ATOMS:
+            return value
         if not isinstance(value, Tensor):
             return _map(value, lambda item: self._take(item, indices))
         index = self._index.setdefault(id(value), len(self.tensors))
@@ -46,19 +51,19 @@ class Places:
 
 def rebuilt(value: Any, tensors: list[Tensor]) -> Any:
     """Return ``value`` with ``tensors`` in the places that ``Places`` made."""
-    if isinstance(value, _Place):
+    kind = type(value)
+    if kind is _Place:
         return tensors[value.index]
-    return _map(value, lambda item: rebuilt(item, tensors))
+    return value if kind in _ATOMS else _map(value, lambda item: rebuilt(item, tensors))
 
 
 def _map(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {key: function(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(function(item) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(function(item) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = [function(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if hasattr(type(value), "__dataclass_fields__"):
         fields = {f.name: function(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
         return dataclasses.replace(value, **fields)
     return value

@@ -8,15 +8,17 @@ Only what is in use at the moment is pinned, so that any order is served.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from .facts import ALIGNMENT, aligned
 
 # Later than any use that is foreseen.
 _NEVER = 1 << 60
+_start_of = attrgetter("start")
 
 
 @dataclass(eq=False, slots=True)
@@ -41,12 +43,18 @@ class Segment:
 
 
 class _Places:
-    """A ring's segments; they cover it without gaps, in the order of their addresses."""
+    """A ring's segments; they cover it without gaps, in the order of their addresses.
+
+    A search for a place that was in vain is remembered. Until something changes, one for more bytes that are needed
+    later is in vain too, and after a change there can only be places that touch what has changed.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         end = num_bytes // ALIGNMENT * ALIGNMENT
         self.segments = [Segment(0, end)] if end else []
         self.by_key: dict[Hashable, Segment] = {}
+        self._in_vain: tuple[int, int] | None = None
+        self._changed: tuple[int, int] | None = None
 
     def place(self, key: Hashable, num_bytes: int, floor: int) -> Segment | None:
         """Give ``key`` the place of those that are needed last, and all after ``floor``.
@@ -54,11 +62,20 @@ class _Places:
         Returns:
             The new segment, with the fences of all that was there; None without such a place.
         """
-        window = self._best_window(num_bytes, floor)
+        known = self._in_vain
+        if known is None or num_bytes < known[0] or floor < known[1]:
+            window = self._best_window(num_bytes, floor, 0, len(self.segments))
+            is_new = known is None or floor >= known[1]
+        else:
+            window = self._changed and self._best_window(num_bytes, floor, *self._touching(num_bytes, floor))
+            is_new = True
         if window is None:
+            if is_new:
+                self._in_vain, self._changed = (num_bytes, floor), None
             return None
         start, first, last = window
         old = self.segments[first : last + 1]
+        self.change(old[0].start, old[-1].end)
         fences = tuple(fence for segment in old for fence in segment.fences)
         placed = Segment(start, start + num_bytes, key, fences=fences)
         parts = [placed]
@@ -77,21 +94,49 @@ class _Places:
         """Forget what is in ``segment``."""
         self.by_key.pop(segment.key, None)
         segment.key, segment.next_use, segment.content = None, _NEVER, None
+        self.change(segment.start, segment.end)
 
-    def _best_window(self, num_bytes: int, floor: int) -> tuple[int, int, int] | None:
-        """Return start, first and last segment of the best place."""
+    def change(self, start: int, end: int) -> None:
+        """Learn that what lies there may be needed later than it was, or is not in use any more."""
+        if self._in_vain is not None:
+            before = self._changed
+            self._changed = (start, end) if before is None else (min(start, before[0]), max(end, before[1]))
+
+    def change_all(self) -> None:
+        """Learn that anything may have changed."""
+        self._in_vain = self._changed = None
+
+    def _touching(self, num_bytes: int, floor: int) -> tuple[int, int]:
+        """Return the range of segments that a place which touches what has changed can begin with."""
+        assert self._changed is not None
+        segments, (start, end) = self.segments, self._changed
+        first = bisect_right(segments, start, key=_start_of) - 1
+        following = bisect_left(segments, end, lo=first, key=_start_of)
+        before = 0
+        while first and before < num_bytes:
+            segment = segments[first - 1]
+            if segment.users or segment.next_use <= floor:
+                break
+            before += segment.end - segment.start
+            first -= 1
+        return first, following
+
+    def _best_window(self, num_bytes: int, floor: int, begin: int, end: int) -> tuple[int, int, int] | None:
+        """Return start, first and last segment of the best place that begins with one of these segments."""
         segments = self.segments
-        best, least, best_left = None, floor + 1, 0
-        for first, segment in enumerate(segments):
+        num, best, least, best_left = len(segments), None, floor + 1, 0
+        for first in range(begin, end):
+            segment = segments[first]
             if segment.users or segment.next_use < least:
                 continue
             soonest, left, last = segment.next_use, segment.end - segment.start - num_bytes, first
-            while left < 0 and last + 1 < len(segments):
+            while left < 0 and last + 1 < num:
                 last += 1
                 segment = segments[last]
                 if segment.users or segment.next_use < least:
                     break
-                soonest = min(soonest, segment.next_use)
+                if segment.next_use < soonest:
+                    soonest = segment.next_use
                 left += segment.end - segment.start
             # Of equals the one that leaves the least over.
             if left >= 0 and (best is None or soonest > least or left < best_left):
@@ -182,8 +227,9 @@ class Conveyor:
         self._order = _Order()
         self._size = size
         self._load = load
-        # Uses up to this one are in the ring or need no place.
+        # Uses up to this one are in the ring or need no place; and the bytes of what waits for one, if known.
         self._ahead = 0
+        self._waiting: int | None = None
 
     def begin(self) -> None:
         """Start a pass: it is expected to do what the last one did."""
@@ -191,15 +237,25 @@ class Conveyor:
             self._foresee()
         self.load_ahead()
 
-    def take(self, key: Hashable, serves: Callable[[Any], bool] | None = None) -> Segment | None:
+    def held(self, key: Hashable) -> Segment | None:
+        """Return the segment that holds ``key``, if one does."""
+        segment = self._places.by_key.get(key)
+        return None if segment is None or segment.content is None else segment
+
+    def use(self, segment: Segment) -> None:
+        """Begin one use of a segment that ``held`` gave."""
+        self.skip(segment.key)
+        segment.users += 1
+
+    def take(self, key: Hashable, again: bool = False) -> Segment | None:
         """Return the segment of ``key`` for one use, or None if there is no room beside what is in use now.
 
         Args:
-            serves: whether a content that was loaded before can be used; by default any can.
+            again: load it again if it is there.
         """
         self.skip(key)
         segment = self._places.by_key.get(key)
-        if segment is not None and (segment.content is None or (serves and not serves(segment.content))):
+        if segment is not None and (again or segment.content is None):
             self._places.free(segment)
             segment = None
         segment = segment or self._place(key, self._size(key), floor=-1)
@@ -217,6 +273,13 @@ class Conveyor:
         segment.users -= 1
         segment.fences = (fence,)
         segment.next_use = self._order.next_use(segment.key)
+        self._places.change(segment.start, segment.end)
+
+    def give_up(self, segment: Segment) -> None:
+        """End one use of ``segment`` whose content is none."""
+        segment.users -= 1
+        segment.content = None
+        self._places.change(segment.start, segment.end)
 
     def load_ahead(self) -> None:
         """Load what is needed next, as far as there is room."""
@@ -224,19 +287,23 @@ class Conveyor:
         if not order.in_step:
             return
         num = len(order.known)
-        self._ahead = max(self._ahead, order.now)
+        if self._ahead < order.now:
+            self._ahead, self._waiting = order.now, None
         while self._ahead < order.now + num:
             key = order.known[self._ahead % num]
-            num_bytes = 0 if key in self._places.by_key else self._size(key)
-            if num_bytes and self._place(key, num_bytes, self._ahead) is None:
-                return
-            self._ahead += 1
+            if key not in self._places.by_key:
+                if self._waiting is None:
+                    self._waiting = self._size(key)
+                if self._waiting and self._place(key, self._waiting, self._ahead) is None:
+                    return
+            self._ahead, self._waiting = self._ahead + 1, None
 
     def _foresee(self) -> None:
         """Look anew at when everything is needed."""
         for key, segment in self._places.by_key.items():
             segment.next_use = self._order.next_use(key)
-        self._ahead = 0
+        self._places.change_all()
+        self._ahead, self._waiting = 0, None
 
     def _place(self, key: Hashable, num_bytes: int, floor: int) -> Segment | None:
         segment = self._places.place(key, num_bytes, floor)

@@ -11,8 +11,8 @@ more there than in RAM.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..errors import LowVramLoraError
 from ..ports import StoredWeights, Transfers, Weights
-from .facts import aligned
+from .facts import ALIGNMENT, aligned
 from .frozen import matrices
 from .ring import Conveyor, Segment
 from .setting import Setting
@@ -43,17 +43,37 @@ class Counts:
     ring_bytes: int = 0
 
 
-@dataclass(frozen=True)
 class _Loaded:
     """A layer's payload in the ring.
 
     Attributes:
         copy: what brought it there.
         tensors: by place in the payload; None for one that was on the device already.
+        is_whole: there is none of these.
     """
 
-    copy: Any
-    tensors: tuple[Tensor | None, ...]
+    __slots__ = ("copy", "is_whole", "tensors")
+
+    def __init__(self, copy: Any, tensors: list[Tensor | None], is_whole: bool) -> None:
+        self.copy, self.tensors, self.is_whole = copy, tensors, is_whole
+
+
+class _Layer:
+    """How a layer's payload lies in its place in the ring.
+
+    Attributes:
+        num_bytes: of the place.
+        parts: by place in the payload: offset, type, shape and strides.
+    """
+
+    __slots__ = ("num_bytes", "parts")
+
+    def __init__(self, payload: Sequence[Tensor]) -> None:
+        self.num_bytes = 0
+        self.parts: list[tuple[int, torch.dtype, torch.Size, tuple[int, ...]]] = []
+        for tensor in payload:
+            self.parts.append((self.num_bytes, tensor.dtype, tensor.shape, tensor.stride()))
+            self.num_bytes += aligned(tensor.nbytes)
 
 
 class Streamed:
@@ -74,80 +94,106 @@ class Streamed:
         self.counts = Counts()
         self._weights = weights
         self._transfers = transfers
-        self._finished: dict[tuple[nn.Module, torch.dtype], Weights] = {}
+        self._finished: dict[tuple[nn.Module, torch.dtype], _Ready] = {}
         streamed = {path: module for path, module in matrices(network) if path not in setting.resident}
-        self._sizes = {module: self._payload_bytes(module) for module in streamed.values()}
+        self._layers = {module: _Layer(weights.payload(module)) for module in streamed.values()}
         self._check(streamed, setting.ring_bytes)
         self._resident = self._copied(module for path, module in matrices(network) if path in setting.resident)
         self._ring = transfers.empty(setting.ring_bytes) if setting.ring_bytes else None
+        self._sized: tuple[nn.Module | None, tuple[Tensor, ...]] = (None, ())
+        # The ring as numbers of each type that is in it.
+        self._typed: dict[torch.dtype, Tensor] = {}
         self._conveyor = Conveyor(setting.ring_bytes, self._size, self._load)
 
     def _check(self, streamed: dict[str, nn.Module], ring_bytes: int) -> None:
         for path, module in streamed.items():
-            if self._size(module) > ring_bytes:
+            num_bytes = self._size(module)
+            if num_bytes > ring_bytes:
                 raise LowVramLoraError(
-                    f"The weights of {path} take {self._sizes[module]} bytes of device memory, more than the "
+                    f"The weights of {path} take {num_bytes} bytes of device memory, more than the "
                     f"{ring_bytes} bytes planned for all that are not resident. Take this to the pack's issue page."
                 )
-
-    def _payload_bytes(self, module: nn.Module) -> int:
-        return sum(aligned(tensor.nbytes) for tensor in self._weights.payload(module))
 
     @property
     def resident_bytes(self) -> int:
         """Device bytes of the weights that stay, as they are now."""
         kept = [tensor for payload in self._resident.values() for tensor in payload]
-        made = [tensor for weights in self._finished.values() for tensor in (weights.weight, weights.bias)]
+        made = [tensor for ready in self._finished.values() for tensor in ready.weights[:2]]
         return sum(tensor.nbytes for tensor in (*kept, *made) if tensor is not None)
 
     def begin(self) -> None:
         """Learn that a pass through the network, forward and backward, begins."""
         self._conveyor.begin()
 
-    @contextmanager
-    def fetch(self, module: nn.Module, like: Tensor) -> Iterator[Weights]:
-        """Yield the weights of ``module`` on the device in ``like.dtype``; ``stable`` if they are resident."""
-        weights = self._finished.get((module, like.dtype)) or self._from_resident(module, like)
-        if weights is not None:
-            yield weights
-            return
+    def fetch(self, module: nn.Module, like: Tensor) -> AbstractContextManager[Weights]:
+        """Return the context of one use of ``module``'s weights on the device in ``like.dtype``.
+
+        They are ``stable`` if they are resident.
+        """
+        return self._finished.get((module, like.dtype)) or _Use(self, module, like)
+
+    def open(self, use: _Use) -> Weights:
+        """Return the weights that ``use`` asks for, and note there what has to be given back."""
+        module, like = use.module, use.like
+        if module in self._resident:
+            return self._from_resident(module, like)
+        segment = self._conveyor.held(module)
+        if segment is not None and segment.content.is_whole:
+            # Where the host's tensors are on the device by now, these are the same numbers.
+            self._conveyor.use(segment)
+            return self._opened(use, segment, segment.content.tensors)
         payload = self._weights.payload(module)
         is_here = [self._transfers.holds(tensor) for tensor in payload]
         if all(is_here):
             self._conveyor.skip(module)
-            yield self._weights.finish(module, payload, like)._replace(stable=False)
-            return
-
-        def serves(loaded: _Loaded) -> bool:
-            return all(here or tensor is not None for here, tensor in zip(is_here, loaded.tensors, strict=True))
-
-        segment = self._conveyor.take(module, serves)
+            weight, bias, _ = self._weights.finish(module, payload, like)
+            return Weights(weight, bias, False)
+        again = segment is not None and any(
+            own is None and not here for own, here in zip(segment.content.tensors, is_here, strict=True)
+        )
+        segment = self._conveyor.take(module, again)
         if segment is None:
-            with self._weights.fetch(module, like) as weights:
-                yield weights._replace(stable=False)
-            return
+            use.context = self._weights.fetch(module, like)
+            weight, bias, _ = use.context.__enter__()
+            return Weights(weight, bias, False)
+        tensors = zip(segment.content.tensors, payload, strict=True)
+        return self._opened(use, segment, [own if own is not None else there for own, there in tensors])
+
+    def _opened(self, use: _Use, segment: Segment, parts: Sequence[Tensor]) -> Weights:
         loaded: _Loaded = segment.content
-        # Where the host's tensor is on the device by now, it is the same numbers.
-        parts = [own if own is not None else there for own, there in zip(loaded.tensors, payload, strict=True)]
-        self._transfers.wait(loaded.copy)
         try:
-            yield self._weights.finish(module, parts, like)._replace(stable=False)
-        finally:
-            self._conveyor.give_back(segment, self._transfers.released(loaded.copy))
-        # Only now: where a copy blocks the caller, it does so while the device computes.
+            self._transfers.wait(loaded.copy)
+        except BaseException:
+            self._conveyor.give_up(segment)
+            raise
+        use.segment = segment
+        try:
+            weight, bias, _ = self._weights.finish(use.module, parts, use.like)
+        except BaseException:
+            self.close_use(use)
+            raise
+        return Weights(weight, bias, False)
+
+    def close_use(self, use: _Use) -> None:
+        """Take back what ``use`` was given."""
+        segment, use.segment = use.segment, None
+        if segment is not None:
+            self._conveyor.give_back(segment, self._transfers.released(segment.content.copy))
+
+    def load_ahead(self) -> None:
+        """Start to copy what is needed next."""
         self._conveyor.load_ahead()
 
-    def _from_resident(self, module: nn.Module, like: Tensor) -> Weights | None:
+    def _from_resident(self, module: nn.Module, like: Tensor) -> Weights:
         """Return the weights of a resident ``module``, and keep them made up if they take no more than as stored."""
-        payload = self._resident.get(module)
-        if payload is None:
-            return None
+        payload = self._resident[module]
         weights = self._weights.finish(module, payload, like)
         made = [tensor for tensor in (weights.weight, weights.bias) if tensor is not None]
         if sum(tensor.nbytes for tensor in made) > sum(tensor.nbytes for tensor in payload):
             # Nobody counts a second copy, so nobody may hold it.
             return weights._replace(stable=False)
-        weights = self._finished[module, like.dtype] = weights._replace(stable=True)
+        weights = weights._replace(stable=True)
+        self._finished[module, like.dtype] = _Ready(weights)
         del self._resident[module]
         return weights
 
@@ -156,7 +202,7 @@ class Streamed:
         resident, copies = {}, []
         for module in modules:
             payload = self._weights.payload(module)
-            self._sizes[module] = self._payload_bytes(module)
+            self._layers[module] = _Layer(payload)
             missing = [tensor for tensor in payload if not self._transfers.holds(tensor)]
             if missing:
                 targets = [_shaped(self._transfers.empty(tensor.nbytes), tensor) for tensor in missing]
@@ -168,33 +214,54 @@ class Streamed:
         return resident
 
     def _size(self, module: nn.Module) -> int:
-        is_here = all(self._transfers.holds(tensor) for tensor in self._weights.payload(module))
-        return 0 if is_here else self._sizes[module]
+        payload = self._weights.payload(module)
+        for tensor in payload:
+            if not self._transfers.holds(tensor):
+                # What asks for a size loads next, if there is room.
+                self._sized = module, payload
+                return self._layers[module].num_bytes
+        return 0
 
     def _load(self, segment: Segment) -> _Loaded:
         module: Any = segment.key
-        start = segment.start
         tensors: list[Tensor | None] = []
         targets, sources = [], []
-        assert self._ring is not None
-        for source in self._weights.payload(module):
+        num_bytes = 0
+        (sized, payload), self._sized = self._sized, (None, ())
+        payload = payload if sized is module else self._weights.payload(module)
+        for source, part in zip(payload, self._layers[module].parts, strict=True):
             if self._transfers.holds(source):
                 tensors.append(None)
                 continue
-            target = _shaped(self._ring[start : start + source.nbytes], source)
-            start += aligned(source.nbytes)
+            target = self._target(segment.start, *part)
             tensors.append(target)
             targets.append(target)
             sources.append(source)
-        self.counts.copies += 1
-        self.counts.num_bytes += sum(source.nbytes for source in sources)
-        self.counts.ring_bytes = max(self.counts.ring_bytes, segment.end)
-        return _Loaded(self._transfers.copy_in(targets, sources, segment.fences), tuple(tensors))
+            num_bytes += source.nbytes
+        counts = self.counts
+        counts.copies += 1
+        counts.num_bytes += num_bytes
+        counts.ring_bytes = max(counts.ring_bytes, segment.end)
+        copy = self._transfers.copy_in(targets, sources, segment.fences)
+        return _Loaded(copy, tensors, len(targets) == len(tensors))
+
+    def _target(
+        self, start: int, offset: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]
+    ) -> Tensor:
+        """Return the part of the ring that a tensor of the payload goes to."""
+        typed = self._typed.get(dtype)
+        if typed is None:
+            assert self._ring is not None
+            whole = len(self._ring) // ALIGNMENT * ALIGNMENT
+            typed = self._typed[dtype] = self._ring[:whole].view(dtype)
+        return typed.as_strided(shape, stride, (start + offset) // dtype.itemsize)
 
     def close(self) -> None:
         """Let go of all device memory."""
         self._finished.clear()
         self._resident.clear()
+        self._typed.clear()
+        self._sized = (None, ())
         self._conveyor = Conveyor(0, self._size, self._load)
         self._ring = None
 
@@ -205,6 +272,44 @@ class Streamed:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _Ready:
+    """A use of weights that stay. The same object serves all uses."""
+
+    __slots__ = ("weights",)
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+
+    def __enter__(self) -> Weights:
+        return self.weights
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+class _Use:
+    """One use of a layer's weights. Written out, because it runs at every layer."""
+
+    __slots__ = ("_stream", "context", "like", "module", "segment")
+
+    def __init__(self, stream: Streamed, module: nn.Module, like: Tensor) -> None:
+        self._stream, self.module, self.like = stream, module, like
+        self.segment: Segment | None = None
+        self.context: AbstractContextManager[Weights] | None = None
+
+    def __enter__(self) -> Weights:
+        return self._stream.open(self)
+
+    def __exit__(self, *error: Any) -> None:
+        if self.context is not None:
+            self.context.__exit__(*error)
+        elif self.segment is not None:
+            self._stream.close_use(self)
+            if error[0] is None:
+                # Only now: where a copy blocks the caller, it does so while the device computes.
+                self._stream.load_ahead()
 
 
 def _shaped(region: Tensor, like: Tensor) -> Tensor:

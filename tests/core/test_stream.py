@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lowvram_lora.errors import LowVramLoraError
 from lowvram_lora.fakes import FakeNetwork, FakeWeights, LateTransfers
+from lowvram_lora.memory import ring
 from lowvram_lora.memory.facts import ALIGNMENT, aligned
 from lowvram_lora.memory.frozen import BlockMemory, frozen, frozen_forward, matrices
 from lowvram_lora.memory.recompute import recomputed
@@ -305,14 +306,25 @@ def test_an_interrupt_anywhere_leaves_nothing_and_the_next_pass_is_right(at: int
     assert [ref() for ref in transfers.given] == [None]
 
 
+@pytest.mark.parametrize("where", ["copy_in", "wait"])
 @pytest.mark.parametrize("at", range(0, 24, 2))
-def test_a_copy_that_fails_is_made_again(at: int) -> None:
+def test_a_copy_that_fails_is_made_again(at: int, where: str) -> None:
     class Failing(LateTransfers):
-        def copy_in(self, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Sequence[Any] = ()) -> Any:
-            self.left = getattr(self, "left", at + 1) - 1
+        left = at + 1
+
+        def count(self, name: str) -> None:
+            self.left -= name == where
             if self.left == 0:
+                self.left = -1
                 raise MemoryError
+
+        def copy_in(self, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Sequence[Any] = ()) -> Any:
+            self.count("copy_in")
             return super().copy_in(targets, sources, after)
+
+        def wait(self, copy: Any) -> None:
+            self.count("wait")
+            super().wait(copy)
 
     model = Net(num_blocks=2)
     with streaming(model, Setting(ring_bytes=3 * UNIT), Failing()) as source:
@@ -485,6 +497,35 @@ def test_any_order_in_any_ring_gives_the_weights(job: Any, data: st.DataObject) 
             assert source.counts.ring_bytes <= ring_bytes
     assert transfers.sizes == [ring_bytes]
     assert transfers.given[0]() is None
+
+
+@given(jobs())
+@settings(max_examples=150, deadline=None)
+def test_a_search_that_was_in_vain_is_not_made_again_and_no_place_differs(job: Any) -> None:
+    layers, ring_bytes, passes = job
+
+    def places(always_search: bool) -> list[tuple[int, int, int]]:
+        found: list[tuple[int, int, int]] = []
+
+        def load(segment: ring.Segment) -> bool:
+            found.append((segment.key, segment.start, segment.end))  # type: ignore[arg-type]
+            return True
+
+        with pytest.MonkeyPatch.context() as patch:
+            if always_search:
+                place = ring._Places.place
+                patch.setattr(ring._Places, "place", lambda self, *a, **k: (self.change_all(), place(self, *a, **k))[1])
+            conveyor = ring.Conveyor(ring_bytes, lambda number: size_of(layers[number]), load)
+            for order in passes:
+                conveyor.begin()
+                for number in order:
+                    segment = conveyor.take(number)
+                    assert segment is not None
+                    conveyor.give_back(segment, None)
+                    conveyor.load_ahead()
+        return found
+
+    assert places(False) == places(True)
 
 
 @given(jobs())
