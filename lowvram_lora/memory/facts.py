@@ -51,6 +51,8 @@ class BlockFacts:
         gradient_bytes: the adapters' gradients that live when its backward pass begins, in a step's first pass.
         writes_in_place: whether it writes over tensors it was given; such a block is always recomputed.
         convolution_flops: the part of ``flops`` that kept convolutions save in the second run.
+        backward_flops: of its backward pass, as counted.
+        in_parts: the same block with its feed-forward in parts, where that makes a difference.
     """
 
     path: str
@@ -63,6 +65,8 @@ class BlockFacts:
     gradient_bytes: int
     writes_in_place: bool
     convolution_flops: int = 0
+    backward_flops: int = 0
+    in_parts: BlockFacts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +100,8 @@ class Facts:
         small_bytes: the device clones of norms and free parameters.
         adapter_bytes: trained parameters in float32; float32 gradients take as much, AdamW's state twice as much.
         update_bytes: what the optimizer's update holds for a moment beside parameters, gradients and state.
+        parts_ring_bytes: a ring of this size copies the weights of a feed-forward in parts no more often than those of
+            a whole one.
     """
 
     layers: tuple[LayerFacts, ...]
@@ -105,3 +111,4 @@ class Facts:
     small_bytes: int
     adapter_bytes: int
     update_bytes: int = 0
+    parts_ring_bytes: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -97,8 +97,12 @@ def footprint(facts: Facts, setting: Setting) -> Footprint:
 
 
 def step_facts(facts: Facts, setting: Setting) -> StepFacts:
-    """Return the facts of the micro-batch that ``setting`` runs."""
-    return facts.steps[setting.micro_batch or facts.batch_size]
+    """Return the facts of the micro-batch that ``setting`` runs, each block as it runs there."""
+    step = facts.steps[setting.micro_batch or facts.batch_size]
+    if not setting.chunked:
+        return step
+    blocks = tuple(b.in_parts if b.in_parts and b.path in setting.chunked else b for b in step.blocks)
+    return replace(step, blocks=blocks)
 
 
 def num_passes(facts: Facts, micro_batch: int) -> int:

@@ -83,7 +83,8 @@ def at_rank(facts: Facts, rank: int, before: int) -> Facts:
         return -(-num_bytes * rank // before)
 
     def block(old: BlockFacts) -> BlockFacts:
-        return replace(old, gradient_bytes=scaled(old.gradient_bytes))
+        in_parts = old.in_parts and block(old.in_parts)
+        return replace(old, gradient_bytes=scaled(old.gradient_bytes), in_parts=in_parts)
 
     def step(old: StepFacts) -> StepFacts:
         return replace(old, blocks=tuple(map(block, old.blocks)))

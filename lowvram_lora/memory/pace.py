@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from .facts import BlockFacts, Facts, LayerFacts
-from .footprint import num_passes, state_bytes, step_facts
+from .footprint import num_passes, state_bytes
 from .setting import Setting
 
 # Host time to start one layer's kernels, and how often a pass does so: forward, second run, backward.
@@ -54,15 +54,18 @@ class Pace:
 
 def pace(facts: Facts, setting: Setting, rates: Rates) -> Pace:
     """Return what a step in ``setting`` costs."""
-    step, passes = step_facts(facts, setting), num_passes(facts, setting.micro_batch)
+    micro_batch = setting.micro_batch or facts.batch_size
+    step, passes = facts.steps[micro_batch], num_passes(facts, micro_batch)
     again = [block for block in step.blocks if block.path not in setting.kept]
     flops = pass_flops(step.blocks, step.other_flops) + sum(flops_again(b, setting.keep_convolutions) for b in again)
-    flops = facts.passes * flops * facts.batch_size // (setting.micro_batch or facts.batch_size)
+    flops += sum(flops_in_parts(block) for block in step.blocks if block.path in setting.chunked)
+    flops = facts.passes * flops * facts.batch_size // micro_batch
     copied = passes * _copied_per_pass(facts, setting, {block.path for block in again})
     trips = passes * 2 * sum(block.input_bytes for block in again) if setting.inputs_in_ram else 0
     trips += 2 * state_bytes(facts, setting.optimizer_dtype) if setting.optimizer_in_ram else 0
     computed_s = flops / rates.flops_per_s + launch_seconds(facts, passes)
-    place = ring_place(ring_sizes(facts.layers), setting.ring_bytes)
+    rings = ring_sizes(facts.layers, facts.parts_ring_bytes if setting.chunked else 0)
+    place = ring_place(rings, setting.ring_bytes)
     seconds = overlapped(computed_s, copied / rates.copy_bytes_per_s, place) + trips / rates.copy_bytes_per_s
     return Pace(flops=flops, copied_bytes=copied, ram_trip_bytes=trips, seconds=seconds)
 
@@ -78,6 +81,11 @@ def pass_flops(blocks: Sequence[BlockFacts], other_flops: int) -> int:
 def flops_again(block: BlockFacts, keep_convolutions: bool) -> int:
     """Return the work of the block's second run."""
     return block.flops - (block.convolution_flops if keep_convolutions and not block.writes_in_place else 0)
+
+
+def flops_in_parts(block: BlockFacts) -> int:
+    """Return what the block works more with its feed-forward in parts, kept or not."""
+    return block.in_parts.backward_flops - block.backward_flops if block.in_parts else 0
 
 
 def launch_seconds(facts: Facts, passes: int) -> float:
@@ -104,17 +112,22 @@ def holds_block(ring_bytes: int, block_bytes: int, largest_bytes: int) -> bool:
     return block_bytes + largest_bytes <= ring_bytes
 
 
-def ring_sizes(layers: Sequence[LayerFacts]) -> tuple[int, ...]:
-    """Return the ring sizes worth having, ascending: two layers, a block and a layer, two blocks and a layer."""
+def ring_sizes(layers: Sequence[LayerFacts], least: int = 0) -> tuple[int, ...]:
+    """Return the ring sizes worth having, ascending: two layers, a block and a layer, two blocks and a layer.
+
+    Args:
+        least: the smallest that will do.
+    """
     largest = max((layer.num_bytes for layer in layers), default=0)
+    least = max(2 * largest, least)
     by_block: Counter[str] = Counter()
     for layer in layers:
         if layer.block is not None:
             by_block[layer.block] += layer.num_bytes
     if not by_block:
-        return (2 * largest,)
+        return (least,)
     block = max(by_block.values())
-    return 2 * largest, max(2 * largest, block + largest), max(2 * largest, 2 * block + largest)
+    return least, max(least, block + largest), max(least, 2 * block + largest)
 
 
 def ring_place(sizes: Sequence[int], ring_bytes: int) -> int:
@@ -134,9 +147,10 @@ def pass_order(facts: Facts, setting: Setting) -> list[str]:
     """Return the paths of the layers that are not resident in the order a pass reads them.
 
     Forward as in the facts; then from the last block to the first its second run and its backward pass, which goes
-    through its layers the other way round.
+    through its layers the other way round. A feed-forward in parts counts as a whole one: it reads its layers part by
+    part, but nothing else in between.
     """
-    blocks = step_facts(facts, setting).blocks
+    blocks = facts.steps[setting.micro_batch or facts.batch_size].blocks
     again = {block.path for block in blocks} - setting.kept
     streamed = [layer for layer in facts.layers if layer.path not in setting.resident]
     order = [layer.path for layer in streamed]

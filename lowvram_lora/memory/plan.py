@@ -7,7 +7,7 @@ budget never gives a slower one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .facts import Facts
 from .footprint import Footprint, footprint, step_facts
@@ -86,6 +86,13 @@ def make_plan(facts: Facts, wishes: Wishes, device: DeviceFacts, facts_for: Fact
     return plan
 
 
+def runs_freely(facts: Facts, wishes: Wishes, device: DeviceFacts) -> bool:
+    """Return whether the job fits without any technique: no facts of one would make its plan faster."""
+    budget = ceiling(wishes, device)
+    setting = _without_limit(facts)
+    return budget is None or footprint(facts, setting).need <= budget
+
+
 def fastest(space: Space, change: Change, device: DeviceFacts, budget: int, peak: int | None = None) -> Plan | None:
     """Return the fastest plan in ``space`` that fits, or None.
 
@@ -110,11 +117,9 @@ def fastest(space: Space, change: Change, device: DeviceFacts, budget: int, peak
 
 def _unplanned(facts: Facts, wishes: Wishes, device: DeviceFacts) -> Plan:
     """Return the plan of a host that computes where the weights are: nothing is copied, nothing is limited."""
-    blocks = facts.steps[facts.batch_size].blocks
-    keepable = frozenset(block.path for block in blocks if not block.writes_in_place)
-    setting = Setting(
-        resident=frozenset(layer.path for layer in facts.layers), kept=frozenset() if wishes.recompute else keepable
-    )
+    setting = _without_limit(facts)
+    if wishes.recompute:
+        setting = replace(setting, kept=frozenset())
     reason = "this host computes in RAM: there is no device memory to plan, and the budget is ignored"
     return Plan(
         setting=setting,
@@ -123,4 +128,12 @@ def _unplanned(facts: Facts, wishes: Wishes, device: DeviceFacts) -> Plan:
         pace=pace(facts, setting, device.rates),
         budget=None,
         refusals=(("vram_budget_gb", reason),),
+    )
+
+
+def _without_limit(facts: Facts) -> Setting:
+    blocks = facts.steps[facts.batch_size].blocks
+    return Setting(
+        resident=frozenset(layer.path for layer in facts.layers),
+        kept=frozenset(block.path for block in blocks if not block.writes_in_place),
     )

@@ -45,7 +45,7 @@ def _alternatives(facts: Facts, setting: Setting) -> Iterator[tuple[str, Setting
     everything = frozenset(layer.path for layer in facts.layers)
     if setting.resident != everything:
         yield "all weights resident", replace(setting, resident=everything, ring_bytes=0, staging_bytes=0)
-        rings = ring_sizes(facts.layers)
+        rings = ring_sizes(facts.layers, facts.parts_ring_bytes if setting.chunked else 0)
         place = ring_place(rings, setting.ring_bytes)
         if place == 0 and len(rings) > 1:
             yield "buffers for a whole block", replace(setting, ring_bytes=rings[1])
@@ -53,6 +53,8 @@ def _alternatives(facts: Facts, setting: Setting) -> Iterator[tuple[str, Setting
     keepable = frozenset(block.path for block in blocks if not block.writes_in_place)
     if setting.kept != keepable:
         yield "keep all activations", replace(setting, kept=keepable)
+    if setting.chunked:
+        yield "feed-forwards as a whole", replace(setting, chunked=frozenset())
     if setting.micro_batch:
         yield "the whole batch at once", replace(setting, micro_batch=0)
     if not setting.keep_convolutions:

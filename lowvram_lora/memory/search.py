@@ -15,7 +15,7 @@ import torch
 from ..units import MIB
 from .facts import Facts, LayerFacts
 from .footprint import margin, num_passes, parameter_bytes, state_bytes
-from .keep import Kept, keep_sequence
+from .keep import Kept, can_run_in_parts, keep_sequence
 from .pace import (
     Rates,
     holds_block,
@@ -23,6 +23,7 @@ from .pace import (
     overlapped,
     pass_flops,
     reads,
+    ring_place,
     ring_sizes,
 )
 from .setting import Setting
@@ -68,7 +69,8 @@ class Candidate:
     @property
     def num_techniques(self) -> int:
         """Techniques in use, to prefer the plainer of two equals."""
-        return self.inputs_in_ram + self.optimizer_in_ram + (not self.keep_convolutions) + (self.passes > 1)
+        in_ram, in_parts = self.inputs_in_ram + self.optimizer_in_ram, bool(self.kept.chunked)
+        return in_ram + in_parts + (not self.keep_convolutions) + (self.passes > 1)
 
 
 @dataclass(frozen=True)
@@ -109,15 +111,16 @@ class Space:
         self._dtypes = adapter_dtype, optimizer_dtype
         self._order = resident_order(facts.layers)
         self._sizes = list(accumulate((layer.num_bytes for layer in self._order), initial=0))
-        self._rings = ring_sizes(facts.layers)
+        self._rings = {
+            in_parts: ring_sizes(facts.layers, facts.parts_ring_bytes * in_parts) for in_parts in (False, True)
+        }
         self._traffic = _Traffic(self._order)
         self._candidates = sorted(self._all(), key=lambda candidate: candidate.least_s)
 
     def smallest(self, ram: int) -> int:
         """Return the smallest budget in which something fits, taking at most ``ram`` bytes of RAM."""
-        weights = min(self._sizes[-1], self._rings[0])
-        needs = (c.need for c in self._candidates if c.ram <= max(ram, 0))
-        return min(needs) + weights
+        weights = {in_parts: min(self._sizes[-1], rings[0]) for in_parts, rings in self._rings.items()}
+        return min(c.need + weights[bool(c.kept.chunked)] for c in self._candidates if c.ram <= max(ram, 0))
 
     def best(self, budget: int, ram: int, peak: int | None = None) -> Setting | None:
         """Return the fastest setting that fits into ``budget`` bytes, or None.
@@ -150,23 +153,25 @@ class Space:
         if room >= self._sizes[-1]:
             yield Found(candidate.least_s, plain, candidate.need + self._sizes[-1], candidate, 0, every)
             return
-        for place, ring in enumerate(self._rings):
+        rings = self._rings[bool(candidate.kept.chunked)]
+        for ring in rings:
             number = bisect_right(self._sizes, room - ring, hi=every) - 1
             if number < 0:
                 return
             copied = self._traffic.copied(number, ring, candidate.kept, candidate.keep_convolutions)
             copied_s = candidate.passes * copied / self._rates.copy_bytes_per_s
-            seconds = overlapped(candidate.computed_s, copied_s, place) + candidate.trips_s
+            seconds = overlapped(candidate.computed_s, copied_s, ring_place(rings, ring)) + candidate.trips_s
             yield Found(seconds, plain, candidate.need + ring + self._sizes[number], candidate, ring, number)
 
     def _setting(self, found: Found, ram: int) -> Setting:
         candidate = found.candidate
         adapter_dtype, optimizer_dtype = self._dtypes
-        staging = min(self._rings[0], MAX_STAGING_BYTES) if found.ring else 0
+        staging = min(self._rings[False][0], MAX_STAGING_BYTES) if found.ring else 0
         whole = candidate.micro_batch == self.facts.batch_size
         return Setting(
             resident=frozenset(layer.path for layer in self._order[: found.num_resident]),
             kept=candidate.kept.blocks,
+            chunked=candidate.kept.chunked,
             ring_bytes=found.ring,
             staging_bytes=staging if candidate.ram + staging <= ram else 0,
             micro_batch=0 if whole else candidate.micro_batch,
@@ -179,8 +184,11 @@ class Space:
 
     def _all(self) -> Iterator[Candidate]:
         adapter_dtype, _ = self._dtypes
-        for micro_batch, keeps, to_ram in product(self.facts.steps, (True, False), (False, True)):
-            choices = keep_sequence(self.facts, micro_batch, keeps, to_ram, adapter_dtype)
+        off_on = (False, True)
+        for micro_batch, keeps, to_ram, in_parts in product(self.facts.steps, (True, False), off_on, off_on):
+            if in_parts and not (self._recompute and can_run_in_parts(self.facts, micro_batch)):
+                continue
+            choices = keep_sequence(self.facts, micro_batch, keeps, to_ram, adapter_dtype, in_parts)
             for kept in choices if self._recompute else choices[-1:]:
                 if (kept.input_bytes or not to_ram) and (kept.flops or keeps):
                     for state_out in (False, True):

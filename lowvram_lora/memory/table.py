@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import BudgetError
 from ..units import GIB, MIB, format_bytes, format_duration
+from .chunks import PART_ROWS
 from .footprint import step_facts
 from .plan import Plan
 
@@ -54,6 +55,7 @@ def plan_row(plan: Plan, fastest_s: float | None = None) -> dict[str, Any]:
         "block": parts.block,
         "resident_layers": plan.num_resident,
         "recomputed_blocks": plan.num_recomputed,
+        "chunked_blocks": len(setting.chunked),
         "micro_batch": setting.micro_batch or plan.facts.batch_size,
         "keep_convolutions": setting.keep_convolutions,
         "inputs_in_ram": setting.inputs_in_ram,
@@ -116,6 +118,9 @@ def _way_lines(plan: Plan) -> list[str]:
         copied = format_bytes(plan.pace.copied_bytes)
         lines.insert(0, _row("resident", f"{plan.num_resident} of {len(plan.facts.layers)} layers"))
         lines.insert(1, _row("copied", f"{copied} a step at most"))
+    if setting.chunked:
+        in_parts = f"in parts of {PART_ROWS} tokens in {len(setting.chunked)} of {len(blocks)} blocks"
+        lines.append(_row("feed-forward", in_parts))
     if not setting.keep_convolutions:
         lines.append(_row("convolutions", "run again with their blocks"))
     return [*lines, _row("waits in RAM", outside)] if outside else lines

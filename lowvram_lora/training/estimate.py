@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..adapters.attach import Adapters, build
 from ..config import TrainConfig
 from ..data.cache import CacheEntry
+from ..memory.chunks import find_feed_forwards
 from ..memory.facts import BlockFacts, Facts, LayerFacts, StepFacts, aligned
 from ..memory.frozen import matrices
 from ..memory.recompute import find_blocks
@@ -190,28 +191,79 @@ class _Observer:
             yield
 
 
-def measured(simulators: Mapping[int, Simulator], passes: int) -> tuple[Facts, dict[str, bool]]:
+def measured(
+    simulators: Mapping[int, Simulator], passes: int, is_tight: Callable[[Facts], bool] = lambda _: True
+) -> tuple[Facts, dict[str, bool]]:
     """Return what a plan is made from, and which blocks write in place.
 
     Args:
-        passes: batches that make a step.
         simulators: of the same job by micro-batch; each holds that many samples. 1 and the batch's size are there.
+        passes: batches that make a step.
+        is_tight: whether a plan from such facts could do with feed-forwards in parts, which take as long to measure
+            as everything else.
     """
     setting = Setting(ring_bytes=smallest_ring(simulators[1].denoiser))
     learned = simulators[1].step(setting).writes_in_place
     asked = replace(setting, inputs_in_ram=True)
     runs = {size: simulator.step(asked, learned, measures=True) for size, simulator in simulators.items()}
-    first = runs[1]
+    first, largest = runs[1], simulators[max(simulators)]
+    waiting = _waiting_bytes(largest)
+
+    def steps(runs: Mapping[int, Simulated]) -> dict[int, StepFacts]:
+        return {size: _step_facts(run, waiting * (len(largest.batch) - size)) for size, run in runs.items()}
+
     facts = Facts(
         layers=_layers(simulators[1], first),
         batch_size=max(simulators),
         passes=passes,
-        steps={size: _step_facts(run) for size, run in runs.items()},
+        steps=steps(runs),
         small_bytes=first.small_bytes,
         adapter_bytes=first.adapter_bytes,
         update_bytes=_update_bytes(first),
     )
+    if is_tight(facts):
+        asked = replace(asked, chunked=frozenset(find_blocks(simulators[1].denoiser.network)))
+        runs = {size: simulator.step(asked, learned, measures=True) for size, simulator in simulators.items()}
+        facts = _with_parts(facts, steps(runs), simulators[1].denoiser)
     return facts, learned
+
+
+def _with_parts(facts: Facts, parted: Mapping[int, StepFacts], denoiser: Denoiser) -> Facts:
+    """Return ``facts`` with what ``parted``, of steps with every feed-forward in parts, tell of blocks."""
+    steps = {}
+    for size, step in facts.steps.items():
+        found = {block.path: block for block in parted[size].blocks}
+        steps[size] = replace(step, blocks=tuple(_in_parts(block, found[block.path]) for block in step.blocks))
+    in_parts = {block.path for step in steps.values() for block in step.blocks if block.in_parts}
+    rings = [_ring_for(part, denoiser) for part in find_feed_forwards(denoiser.network, in_parts).values()]
+    return replace(facts, steps=steps, parts_ring_bytes=max(rings, default=0))
+
+
+def _in_parts(whole: BlockFacts, found: BlockFacts) -> BlockFacts:
+    if found.backward_flops == whole.backward_flops:
+        return whole
+    in_parts = replace(
+        whole,
+        forward_peak=found.forward_peak,
+        backward_peak=found.backward_peak,
+        activation_bytes=found.activation_bytes,
+        backward_flops=found.backward_flops,
+    )
+    return replace(whole, in_parts=in_parts)
+
+
+def _ring_for(feed_forward: nn.Module, denoiser: Denoiser) -> int:
+    """Return the ring in which all weights of ``feed_forward`` find room, wherever some of them are already.
+
+    ``n - 1`` weights leave ``n`` gaps, of which one is large enough if all together are as large as ``n`` weights.
+    """
+    sizes = [payload_bytes(denoiser.weights.payload(module)) for _, module in matrices(feed_forward)]
+    return sum(sizes) + (len(sizes) - 1) * max(sizes)
+
+
+def _waiting_bytes(simulator: Simulator) -> int:
+    """Return what a sample takes while others of its batch are in the network: latents, noise and sigma, float32."""
+    return 4 * (2 * simulator.samples.latents(simulator.batch[0]).numel() + 1)
 
 
 def _update_bytes(run: Simulated) -> int:
@@ -249,9 +301,9 @@ def _layers(simulator: Simulator, run: Simulated) -> tuple[LayerFacts, ...]:
     )
 
 
-def _step_facts(run: Simulated) -> StepFacts:
+def _step_facts(run: Simulated, waiting_bytes: int) -> StepFacts:
     counter = run.counter
-    over = run.fixed_bytes + run.resident_bytes
+    over = run.fixed_bytes + run.resident_bytes - waiting_bytes
     # A block that trains nothing and needs no gradient has no backward pass, and holds nothing for one.
     order = [
         path for path, phase in counter.counts if path and phase == _FORWARD and (path, _BACKWARD) in counter.counts
@@ -288,4 +340,5 @@ def _block_facts(run: Simulated, path: str, over: int) -> BlockFacts:
         gradient_bytes=gradients,
         writes_in_place=run.writes_in_place[path],
         convolution_flops=forward.flops - again.flops,
+        backward_flops=backward.flops,
     )

@@ -19,7 +19,7 @@ from ..memory.footprint import num_passes
 from ..memory.frozen import matrices
 from ..memory.ladder import next_rung
 from ..memory.lossy import Change
-from ..memory.plan import Plan, make_plan
+from ..memory.plan import Plan, make_plan, runs_freely
 from ..memory.recompute import find_blocks
 from ..memory.refusal import card_error
 from ..memory.ring import copies_of_passes
@@ -131,8 +131,12 @@ def prepare(job: Job, layers: dict[str, nn.Module], precision: str, device: Devi
     prepared = _unplanned(job, precision, device)
     if device.available is None:
         return prepared
+
+    def is_tight(facts: Facts) -> bool:
+        return prepared.wishes.recompute and not runs_freely(facts, prepared.wishes, device)
+
     try:
-        facts, learned, facts_for = _measured(job, layers, prepared)
+        facts, learned, facts_for = _measured(job, layers, prepared, is_tight)
     except (NotImplementedError, RuntimeError) as error:
         # Some operation of this network needs its numbers.
         return _thriftiest(job, prepared, str(error).splitlines()[0])
@@ -156,7 +160,11 @@ def _unplanned(job: Job, precision: str, device: DeviceFacts) -> Prepared:
 def _thriftiest(job: Job, prepared: Prepared, reason: str) -> Prepared:
     """Return the run that takes the least memory of all, whatever that is."""
     setting = Setting(
-        ring_bytes=smallest_ring(job.denoiser), inputs_in_ram=True, optimizer_in_ram=True, keep_convolutions=False
+        chunked=frozenset(find_blocks(job.denoiser.network)),
+        ring_bytes=smallest_ring(job.denoiser),
+        inputs_in_ram=True,
+        optimizer_in_ram=True,
+        keep_convolutions=False,
     )
     return replace(prepared, setting=setting, unmeasured=reason)
 
@@ -165,14 +173,14 @@ def facts_of(
     job: Job, layers: dict[str, nn.Module], precision: str, device: DeviceFacts
 ) -> tuple[Facts, Callable[[Change], Facts]]:
     """Return what a plan for ``job`` is made from, and from what if the job is changed."""
-    facts, _, facts_for = _measured(job, layers, _unplanned(job, precision, device))
+    facts, _, facts_for = _measured(job, layers, _unplanned(job, precision, device), lambda _: True)
     return facts, facts_for
 
 
 def _measured(
-    job: Job, layers: dict[str, nn.Module], prepared: Prepared
+    job: Job, layers: dict[str, nn.Module], prepared: Prepared, is_tight: Callable[[Facts], bool]
 ) -> tuple[Facts, dict[str, bool], Callable[[Change], Facts]]:
-    facts, learned = measured(_simulators(job, layers, prepared), job.config.optim.accumulation)
+    facts, learned = measured(_simulators(job, layers, prepared), job.config.optim.accumulation, is_tight)
 
     def facts_for(change: Change) -> Facts:
         # The rank is reckoned with by the plan itself.

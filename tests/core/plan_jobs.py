@@ -1,6 +1,7 @@
 """Jobs to plan: facts as a simulated step gives them, made up."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -40,9 +41,14 @@ def block(
     gradients: int = 0,
     flops: int = 0,
     writes_in_place: bool = False,
+    saves: float = 0.0,
 ) -> BlockFacts:
-    """Return a block that runs while ``before`` bytes of earlier blocks live, in ``work`` bytes of its own."""
-    return BlockFacts(
+    """Return a block that runs while ``before`` bytes of earlier blocks live, in ``work`` bytes of its own.
+
+    Args:
+        saves: the part of its activations that go when its feed-forward runs in parts, which is a third of its work.
+    """
+    whole = BlockFacts(
         path=name,
         flops=flops,
         forward_peak=before + work,
@@ -53,7 +59,19 @@ def block(
         gradient_bytes=gradients,
         writes_in_place=writes_in_place,
         convolution_flops=flops // 3 if convolutions else 0,
+        backward_flops=flops,
     )
+    if not saves:
+        return whole
+    rest = activations - int(activations * saves)
+    in_parts = replace(
+        whole,
+        forward_peak=before + work - int(work * saves / 2),
+        backward_peak=before + work + rest,
+        activation_bytes=rest,
+        backward_flops=flops + flops // 3,
+    )
+    return replace(whole, in_parts=in_parts)
 
 
 def sdxl(batch_size: int = 1, passes: int = 1, levels: Sequence[int] = SDXL_LEVELS) -> Facts:
@@ -77,6 +95,7 @@ def sdxl(batch_size: int = 1, passes: int = 1, levels: Sequence[int] = SDXL_LEVE
         steps={size: _sdxl_step(levels, size, adapters) for size in sizes},
         small_bytes=6 * MIB,
         adapter_bytes=adapters,
+        parts_ring_bytes=16 * MIB,
     )
 
 
@@ -94,6 +113,7 @@ def _sdxl_step(levels: Sequence[int], size: int, adapters: int) -> StepFacts:
             convolutions=convolutions[i],
             gradients=adapters * (len(levels) - i) // len(levels),
             flops=int((60, 75, 95)[level] * size * 1e9),
+            saves=(0.0, 0.4, 0.0 if size == 1 else 0.4)[level],
         )
         for i, level in enumerate(levels)
     )
@@ -114,7 +134,7 @@ def jobs(draw: st.DrawFn) -> Facts:
     adapters = draw(st.integers(4, 200 * MIB))
     batch_size = draw(st.sampled_from([1, 2, 3]))
     one = [
-        (draw(size), draw(size), draw(size), draw(size), draw(st.integers(0, 10**13)), draw(st.booleans()))
+        (*(draw(size) for _ in range(4)), draw(st.integers(0, 10**13)), draw(st.booleans()), draw(_SAVES))
         for _ in range(num_blocks)
     ]
     around, flops, is_measured = draw(size), draw(st.integers(0, 10**12)), draw(st.booleans())
@@ -122,10 +142,11 @@ def jobs(draw: st.DrawFn) -> Facts:
     def step(samples: int) -> StepFacts:
         blocks, before = [], 0
         befores = [0]
-        for i, (work, activations, inputs, convolutions, work_flops, in_place) in enumerate(one):
+        for i, (work, activations, inputs, convolutions, work_flops, in_place, saves) in enumerate(one):
             held = 0 if in_place else convolutions * samples
             args = (work * samples, activations * samples, inputs * samples, held, adapters * (num_blocks - i) // 6)
-            blocks.append(block(f"b{i}", before, *args, flops=work_flops * samples, writes_in_place=in_place))
+            more = {"flops": work_flops * samples, "writes_in_place": in_place, "saves": saves}
+            blocks.append(block(f"b{i}", before, *args, **more))
             before += inputs * samples + held
             befores.append(before)
         places = tuple(value + around * samples for value in befores) if is_measured else ()
@@ -144,9 +165,11 @@ def jobs(draw: st.DrawFn) -> Facts:
         small_bytes=draw(st.integers(0, 10 * MIB)),
         adapter_bytes=adapters,
         update_bytes=draw(st.sampled_from([0, adapters])),
+        parts_ring_bytes=draw(st.integers(0, 900 * MIB)),
     )
 
 
+_SAVES = st.sampled_from([0.0, 0.3, 0.8])
 _READS = st.tuples(st.booleans(), st.booleans())
 # Bytes above the fewest a job can run in.
 ROOM = st.integers(0, 6 * GIB)

@@ -159,14 +159,20 @@ def plain_settings(facts: Facts) -> Iterator[Setting]:
     """Yield settings anybody would think of: each technique wholly on or off."""
     everything = frozenset(layer.path for layer in facts.layers)
     keepable = frozenset(b.path for b in facts.steps[1].blocks if not b.writes_in_place)
-    weights = [(everything, 0), *((frozenset(), ring) for ring in ring_sizes(facts.layers))]
+    rings = {*ring_sizes(facts.layers), *ring_sizes(facts.layers, facts.parts_ring_bytes)}
+    weights = [(everything, 0), *((frozenset(), ring) for ring in sorted(rings))]
     micros = [0 if size == facts.batch_size else size for size in facts.steps]
     on_off = (False, True)
-    for (resident, ring), kept, micro, *flags in product(weights, (frozenset(), keepable), micros, *[on_off] * 3):
+    for (resident, ring), kept, micro, *flags in product(weights, (frozenset(), keepable), micros, *[on_off] * 4):
+        chunked = frozenset(b.path for b in facts.steps[1].blocks if b.in_parts and flags[3])
+        if chunked and 0 < ring < facts.parts_ring_bytes:
+            # Weights would be copied anew for each part.
+            continue
         yield Setting(
             resident=frozenset(resident),
             ring_bytes=ring,
             kept=frozenset(kept),
+            chunked=chunked,
             micro_batch=micro,
             keep_convolutions=flags[0],
             inputs_in_ram=flags[1],
