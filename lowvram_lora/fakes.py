@@ -201,10 +201,11 @@ class LateTransfers:
         """Return the numbers, not as a tensor: they take no device memory."""
         return tensor.shape, tensor.dtype, tensor.detach().reshape(-1).view(torch.uint8).numpy().copy()
 
-    def from_ram(self, kept: Any) -> Tensor:
-        """Return a new tensor of them."""
+    def from_ram(self, kept: Any, room: Tensor | None = None) -> Tensor:
+        """Return a new tensor of them, or ``room`` with them."""
         shape, dtype, numbers = kept
-        return torch.from_numpy(numbers).clone().view(dtype).view(shape)
+        made = torch.from_numpy(numbers).clone().view(dtype).view(shape)
+        return made if room is None else room.detach().copy_(made)
 
     def close(self) -> None:
         """Remember that it was called."""

@@ -129,8 +129,12 @@ class Transfers(Protocol):
         """Return a copy of ``tensor`` in RAM that ``from_ram`` takes once, in order with the computation."""
         ...
 
-    def from_ram(self, kept: Any) -> Tensor:
-        """Return a device copy of what ``to_ram`` was given, in order with the computation."""
+    def from_ram(self, kept: Any, room: Tensor | None = None) -> Tensor:
+        """Return a device copy of what ``to_ram`` was given, in order with the computation.
+
+        Args:
+            room: device memory of the same shape and type to make it in; None takes new memory.
+        """
         ...
 
     def close(self) -> None:

@@ -16,6 +16,9 @@ from .setting import Setting
 # themselves. What is allocated once and stays (weights, ring, adapters) leaves none.
 MARGIN_BYTES = 64 * MIB
 MARGIN_SHARE = 20
+# Optimizer state that waits in RAM comes to the device in parts for so many parameters, or for one that has more. Large
+# enough that copies are few.
+CHUNK_ELEMENTS = 2**20
 
 
 def margin(moving: int) -> int:
@@ -120,6 +123,11 @@ def state_bytes(facts: Facts, optimizer_dtype: torch.dtype) -> int:
     return 2 * _at(facts.adapter_bytes, optimizer_dtype)
 
 
+def visiting_bytes(facts: Facts, optimizer_dtype: torch.dtype) -> int:
+    """Return the bytes of a state that waits in RAM which are on the device at one time of the update."""
+    return min(state_bytes(facts, optimizer_dtype), 2 * CHUNK_ELEMENTS * optimizer_dtype.itemsize)
+
+
 def _at(float32_bytes: int, dtype: torch.dtype) -> int:
     return -(-float32_bytes * dtype.itemsize // 4)
 
@@ -161,6 +169,6 @@ def _moments(facts: Facts, setting: Setting) -> Iterator[Moment]:
         yield Moment("backward", block.path, block.backward_peak + shift, by_place[index + 1], 0)
         shift += held(block, is_kept, setting.keep_convolutions, setting.inputs_in_ram)
     yield Moment("outside", "", around[-1] + shift, by_place[-1], 0)
-    state = state_bytes(facts, setting.optimizer_dtype) if setting.optimizer_in_ram else 0
+    state = visiting_bytes(facts, setting.optimizer_dtype) if setting.optimizer_in_ram else 0
     gradients = parameter_bytes(facts, setting.adapter_dtype)
     yield Moment("optimizer", "", _at(facts.update_bytes, setting.adapter_dtype), gradients, state)

@@ -64,10 +64,10 @@ class DeviceTransfers:
         with torch.no_grad():
             return self._way.to_ram(tensor.detach())
 
-    def from_ram(self, kept: Any) -> Tensor:
-        """Return a device copy of what ``to_ram`` was given."""
+    def from_ram(self, kept: Any, room: Tensor | None = None) -> Tensor:
+        """Return a device copy of what ``to_ram`` was given, in ``room`` or in new memory."""
         with torch.no_grad():
-            return self._way.from_ram(kept)
+            return self._way.from_ram(kept, room)
 
     def close(self) -> None:
         """Let go of everything; copies under way are finished first."""
@@ -105,7 +105,9 @@ class _InOrder:
         # On meta there are no numbers to keep, and the shape is kept by a tensor without any.
         return torch.empty_like(tensor) if self.device.type == "meta" else tensor.to("cpu", copy=True)
 
-    def from_ram(self, kept: Tensor) -> Tensor:
+    def from_ram(self, kept: Tensor, room: Tensor | None) -> Tensor:
+        if room is not None:
+            return room if self.device.type == "meta" else room.copy_(kept)
         return torch.empty_like(kept) if self.device.type == "meta" else kept.to(self.device, copy=True)
 
     def close(self) -> None:
@@ -199,8 +201,8 @@ class _Streams:
         self._is_locking = bool(locked) or not num_bytes
         return locked[0] if locked else _empty(num_bytes, torch.device("cpu"))
 
-    def from_ram(self, kept: _InRam) -> Tensor:
-        tensor = torch.empty(kept.shape, dtype=kept.dtype, device=self.device)
+    def from_ram(self, kept: _InRam, room: Tensor | None) -> Tensor:
+        tensor = torch.empty(kept.shape, dtype=kept.dtype, device=self.device) if room is None else room
         tensor.copy_(kept.tensor, non_blocking=kept.is_pinned)
         self._free.setdefault(kept.buffer.nbytes, []).append(kept.buffer)
         return tensor

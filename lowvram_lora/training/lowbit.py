@@ -72,13 +72,14 @@ class RoundedAdamW(torch.optim.Optimizer):
                 loss = closure()
         # The schedule and the scaler know of one group, and so does this.
         (group,) = self.param_groups
-        with self.moments.on_device():
-            largest = max(self.moments.chunks, key=_half).flat
-            assert largest is not None
-            work = torch.empty(4, largest.numel() // 2, dtype=torch.float32, device=largest.device)
-            for chunk in self.moments.chunks:
-                for first, run, steps in self._runs(chunk):
-                    self._update(chunk, first, run, work, {**group, "step": steps})
+        device = group["params"][0].device
+        work = torch.empty(4, self.moments.largest, dtype=torch.float32, device=device)
+
+        def update(chunk: Chunk) -> None:
+            for first, run, steps in self._runs(chunk):
+                self._update(chunk, first, run, work, {**group, "step": steps})
+
+        self.moments.each(update)
         return loss
 
     def _runs(self, chunk: Chunk) -> Iterator[tuple[int, list[Tensor], int]]:
@@ -122,7 +123,3 @@ class RoundedAdamW(torch.optim.Optimizer):
         if run[0].dtype != torch.float32:
             round_stochastically_(weights, noise, self._generator)
         torch._foreach_copy_(run, shaped)
-
-
-def _half(chunk: Chunk) -> int:
-    return sum(parameter.numel() for parameter in chunk.parameters)

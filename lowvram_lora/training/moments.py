@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..memory.footprint import CHUNK_ELEMENTS
 from ..ports import Transfers
-
-# Large enough that copies are few, small enough that a device short of memory finds room.
-CHUNK_ELEMENTS = 2**20
 
 
 @dataclass
@@ -38,6 +35,7 @@ class Moments:
 
     def __init__(self, state: MutableMapping[Any, Any], parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
         self._state = state
+        self._dtype = dtype
         self._transfers: Transfers | None = None
         self.chunks: list[Chunk] = []
         for part in _parts(parameters):
@@ -46,7 +44,7 @@ class Moments:
             self.chunks.append(Chunk(part, flat))
 
     def keep_in_ram(self, transfers: Transfers) -> None:
-        """Let the moments wait in RAM from now on, but for the time of a step; no number changes.
+        """Let the moments wait in RAM from now on, but for the time of their update; no number changes.
 
         They go there at once, through ``transfers``. If they wait in RAM by way of another one, that is used once more.
         """
@@ -65,24 +63,40 @@ class Moments:
             raise
         self._transfers = None
 
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """Have the moments on the device until the context ends."""
-        if self._transfers is None:
-            yield
-            return
-        try:
-            for chunk in self.chunks:
-                self._bring(chunk)
-            yield
-        finally:
-            self._leave_all()
+    @property
+    def are_in_ram(self) -> bool:
+        """Whether they wait in RAM between updates."""
+        return self._transfers is not None
 
-    def _bring(self, chunk: Chunk) -> None:
+    @property
+    def largest(self) -> int:
+        """Parameter elements of the largest chunk."""
+        return max(_num_elements(chunk.parameters) for chunk in self.chunks)
+
+    def each(self, update: Callable[[Chunk], None]) -> None:
+        """Call ``update`` with each chunk while it is on the device: one at a time of those that wait in RAM.
+
+        All device memory for that is taken before the first call, so if there is none, nothing has changed.
+        """
+        transfers = self._transfers
+        if transfers is None:
+            for chunk in self.chunks:
+                update(chunk)
+            return
+        first = self.chunks[0].parameters[0]
+        room = torch.empty(2 * self.largest, dtype=self._dtype, device=first.device)
+        for chunk in self.chunks:
+            self._bring(chunk, room[: 2 * _num_elements(chunk.parameters)])
+            try:
+                update(chunk)
+            finally:
+                self._leave(chunk, transfers)
+
+    def _bring(self, chunk: Chunk, room: Tensor | None = None) -> None:
         if chunk.flat is not None:
             return
         assert self._transfers is not None
-        chunk.flat = self._transfers.from_ram(chunk.kept)
+        chunk.flat = self._transfers.from_ram(chunk.kept, room)
         chunk.kept = None
         self._refer_to(chunk.flat, chunk.parameters)
 

@@ -12,7 +12,7 @@ from ..config import OptimConfig
 from ..memory.setting import Setting
 from ..ports import Transfers
 from .lowbit import RoundedAdamW
-from .moments import Moments
+from .moments import Chunk, Moments
 
 # The optimizers torch ships a fused kernel for; elsewhere the ordinary one serves.
 _FUSED_DEVICES = ("cpu", "cuda")
@@ -20,6 +20,9 @@ _FUSED_DEVICES = ("cpu", "cuda")
 
 class PlainAdamW(torch.optim.AdamW):
     """torch's AdamW, with all of its state there before the first step.
+
+    A state that waits in RAM is brought in parts, each to the same memory, which is taken before anything changes. So
+    a device short of memory can't stop an update half-way where torch has a kernel that needs none of its own.
 
     Attributes:
         moments: its state, which may wait in RAM between steps.
@@ -39,8 +42,25 @@ class PlainAdamW(torch.optim.AdamW):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return what ``closure`` does."""
-        with self.moments.on_device():
+        if not self.moments.are_in_ram:
             return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # The schedule and the scaler know of one group, and so does this.
+        (group,) = self.param_groups
+        everything = group["params"]
+        try:
+            self.moments.each(self._update)
+        finally:
+            group["params"] = everything
+        return loss
+
+    def _update(self, chunk: Chunk) -> None:
+        """Let torch do its step as if there were no other parameters."""
+        self.param_groups[0]["params"] = chunk.parameters
+        super().step()
 
 
 Optimizer = PlainAdamW | RoundedAdamW

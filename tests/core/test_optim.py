@@ -21,21 +21,30 @@ IN_RAM, LOW = Setting(optimizer_in_ram=True), Setting(optimizer_dtype=torch.bflo
 
 
 class Copies:
-    """``Transfers`` that spoil what they were given, and take back once what they gave."""
+    """``Transfers`` that spoil what they were given, and take back once what they gave.
+
+    Attributes:
+        in_ram: bytes that wait there.
+        visiting: the most bytes that were on their way through the device at one time.
+    """
 
     def __init__(self) -> None:
-        self.in_ram = 0
+        self.in_ram = self.visiting = 0
+        self._on_device = 0
 
     def to_ram(self, tensor: Tensor) -> Any:
         kept = tensor.clone()
         tensor.fill_(torch.nan)
         self.in_ram += kept.nbytes
+        self._on_device -= kept.nbytes
         return [kept]
 
-    def from_ram(self, kept: Any) -> Tensor:
+    def from_ram(self, kept: Any, room: Tensor | None = None) -> Tensor:
         tensor: Tensor = kept.pop()
         self.in_ram -= tensor.nbytes
-        return tensor
+        self._on_device += tensor.nbytes
+        self.visiting = max(self.visiting, self._on_device)
+        return tensor if room is None else room.copy_(tensor)
 
 
 @pytest.fixture(autouse=True)
@@ -107,19 +116,24 @@ def test_all_state_is_there_before_the_first_step_and_has_two_numbers_a_paramete
     assert all(optimizer.state[parameters[-1]][name] is tensor for name, tensor in tensors.items())
 
 
-@pytest.mark.parametrize("setting", [Setting(), LOW], ids=["float32", "bfloat16"])
-def test_a_state_that_waits_in_ram_is_on_the_device_only_during_a_step(setting: Setting) -> None:
+@pytest.mark.parametrize(("setting", "width"), [(Setting(), 4), (LOW, 2)], ids=["float32", "bfloat16"])
+def test_a_state_that_waits_in_ram_is_on_the_device_in_parts_and_only_during_a_step(
+    setting: Setting, width: int
+) -> None:
     parameters = fresh()
     transfers: Any = Copies()
     optimizer = build_optimizer(parameters, CONFIG, setting)
     num_bytes = state_bytes(optimizer)
     place_state(optimizer, IN_RAM, transfers)
+    transfers._on_device = 0
     for step in range(2):
         assert (state_bytes(optimizer), transfers.in_ram) == (0, num_bytes)
         fill_gradients(parameters, step)
         optimizer.step()
-    with optimizer.moments.on_device():
-        assert (state_bytes(optimizer), transfers.in_ram) == (num_bytes, 0)
+    # The last parameter has more elements than a chunk, and no other comes with it.
+    assert transfers.visiting == 2 * width * parameters[-1].numel() < num_bytes
+    optimizer.moments.keep_on_device()
+    assert (state_bytes(optimizer), transfers.in_ram) == (num_bytes, 0)
 
 
 @pytest.mark.parametrize("setting", [Setting(), LOW], ids=["float32", "bfloat16"])
@@ -138,46 +152,78 @@ def test_moving_the_state_between_steps_changes_no_number(setting: Setting) -> N
     assert second.in_ram == 0
 
 
+@pytest.mark.parametrize(("setting", "at"), [(Setting(), 1), (LOW, 1), (LOW, 2)])
+def test_a_step_that_finds_no_room_can_be_repeated(setting: Setting, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it asks the device for, it asks before it changes a number."""
+    expected = trajectory(parameters := fresh(), build_optimizer(parameters, CONFIG, setting))
+    optimizer = build_optimizer(parameters := fresh(), CONFIG, setting)
+    place_state(optimizer, IN_RAM, Copies())  # type: ignore[arg-type]
+    empty, left = torch.empty, [0]
+
+    def refuse(*args: Any, **kwargs: Any) -> Tensor:
+        left[0] -= 1
+        if left[0] == 0:
+            raise torch.OutOfMemoryError("no room")
+        return empty(*args, **kwargs)
+
+    def fail(step: int) -> None:
+        fill_gradients(parameters, step)
+        left[0] = at
+        before = [p.detach().clone() for p in parameters]
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", refuse)
+            with pytest.raises(torch.OutOfMemoryError):
+                optimizer.step()
+        assert_equal([p.detach() for p in parameters], before)
+        assert state_bytes(optimizer) == 0
+
+    assert_equal(trajectory(parameters, optimizer, fail), expected)
+
+
 class Full(Copies):
-    """Has no room on the device for the ``at``-th tensor that comes back."""
+    """Has no room on the device for the ``at``-th tensor that comes back to stay."""
 
     at = 0
 
-    def from_ram(self, kept: Any) -> Tensor:
-        self.at -= 1
+    def from_ram(self, kept: Any, room: Tensor | None = None) -> Tensor:
+        self.at -= room is None
         if self.at == 0:
+            self.at = -1
             raise torch.OutOfMemoryError("no room")
-        return super().from_ram(kept)
+        return super().from_ram(kept, room)
 
 
 @pytest.mark.parametrize("at", [1, 3])
 @pytest.mark.parametrize("setting", [Setting(), LOW], ids=["float32", "bfloat16"])
-def test_a_step_that_finds_no_room_for_its_state_can_be_repeated(setting: Setting, at: int) -> None:
+def test_a_state_that_finds_no_room_to_stay_on_the_device_stays_in_ram(setting: Setting, at: int) -> None:
     expected = trajectory(parameters := fresh(), build_optimizer(parameters, CONFIG, setting))
     optimizer = build_optimizer(parameters := fresh(), CONFIG, setting)
     transfers: Any = Full()
     place_state(optimizer, IN_RAM, transfers)
 
     def fail(step: int) -> None:
-        fill_gradients(parameters, step)
-        for attempt in (optimizer.step, optimizer.moments.keep_on_device):
-            transfers.at = at
-            with pytest.raises(torch.OutOfMemoryError):
-                attempt()
-            assert state_bytes(optimizer) == 0
-        transfers.at = 0
+        transfers.at = at
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.moments.keep_on_device()
+        assert state_bytes(optimizer) == 0
 
     assert_equal(trajectory(parameters, optimizer, fail), expected)
 
 
-def test_an_error_in_a_step_leaves_the_state_in_ram() -> None:
+def test_an_error_in_an_update_leaves_the_state_in_ram_and_the_optimizer_whole() -> None:
     transfers: Any = Copies()
     optimizer = build_optimizer(parameters := fresh(), CONFIG, IN_RAM, transfers=transfers)
     in_ram = transfers.in_ram
-    with pytest.raises(KeyboardInterrupt), optimizer.moments.on_device():
+
+    def stop(chunk: moments.Chunk) -> None:
+        assert state_bytes(optimizer) > 0
         raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.moments.each(stop)
     assert (transfers.in_ram, state_bytes(optimizer)) == (in_ram, 0)
     assert_equal(trajectory(parameters, optimizer), torchs_own())
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in parameters]
 
 
 @pytest.mark.parametrize("setting", [Setting(), LOW], ids=["float32", "bfloat16"])
@@ -186,8 +232,8 @@ def test_a_step_runs_without_data(setting: Setting) -> None:
         def to_ram(self, tensor: Tensor) -> Any:
             return tensor.shape, tensor.dtype
 
-        def from_ram(self, kept: Any) -> Tensor:
-            return torch.empty(kept[0], dtype=kept[1], device="meta")
+        def from_ram(self, kept: Any, room: Tensor | None = None) -> Tensor:
+            return torch.empty(kept[0], dtype=kept[1], device="meta") if room is None else room
 
     transfers: Any = Shapes()
     for dtype in {torch.float32, setting.optimizer_dtype}:

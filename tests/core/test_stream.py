@@ -544,14 +544,17 @@ def test_one_use_at_a_time_never_needs_the_hosts_way(job: Any) -> None:
 
 @pytest.mark.parametrize("make", [LateTransfers, lambda: DeviceTransfers(CPU)], ids=["late", "in order"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_what_goes_to_ram_comes_back(make: Callable[[], Transfers], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("to_room", [False, True])
+def test_what_goes_to_ram_comes_back(make: Callable[[], Transfers], dtype: torch.dtype, to_room: bool) -> None:
     transfers = make()
     tensor = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = tensor.clone()
     kept = transfers.to_ram(tensor)
     tensor.zero_()
-    back = transfers.from_ram(kept)
+    room = torch.empty_like(tensor) if to_room else None
+    back = transfers.from_ram(kept, room)
     assert torch.equal(back, expected)
+    assert room is None or back.data_ptr() == room.data_ptr()
     assert back.dtype == dtype and back.data_ptr() != tensor.data_ptr()
     transfers.close()
 

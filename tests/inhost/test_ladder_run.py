@@ -195,11 +195,11 @@ def test_a_failed_copy_of_the_optimizers_state_costs_nothing_either(
     # Once when the run begins, to put the state where it waits.
     from_ram, first_calls, calls = device.from_ram, 1, []
 
-    def failing(kept: Any) -> torch.Tensor:
+    def failing(kept: Any, room: torch.Tensor | None = None) -> torch.Tensor:
         calls.append(kept)
         if len(calls) == first_calls + FAILED:
             raise out_of_memory()
-        return from_ram(kept)
+        return from_ram(kept, room)
 
     monkeypatch.setattr(device, "from_ram", failing)
     on_rungs(monkeypatch, plan, first, first)
