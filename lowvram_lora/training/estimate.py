@@ -312,6 +312,9 @@ def _step_facts(run: Simulated, waiting_bytes: int) -> StepFacts:
     between = [0] * len(gradients)
     place = {path: index for index, path in enumerate(order)}
     for (phase, path), live in counter.between.items():
+        if phase == _RECOMPUTE:
+            # Between its second run and its backward pass a block is not left.
+            continue
         is_after = phase == _BACKWARD
         index = place.get(path, -1) + (not is_after)
         between[index] = max(between[index], live - over - gradients[index] * is_after)
