@@ -128,6 +128,17 @@ def visiting_bytes(facts: Facts, optimizer_dtype: torch.dtype) -> int:
     return min(state_bytes(facts, optimizer_dtype), 2 * CHUNK_ELEMENTS * optimizer_dtype.itemsize)
 
 
+def update_bytes(facts: Facts, adapter_dtype: torch.dtype, optimizer_dtype: torch.dtype) -> int:
+    """Return what the update holds for a moment beside parameters, gradients and state.
+
+    Rounding to bfloat16 works in float32: four numbers for each element of a part.
+    """
+    num_bytes = _at(facts.update_bytes, adapter_dtype)
+    if torch.bfloat16 in (adapter_dtype, optimizer_dtype):
+        num_bytes += 4 * min(facts.adapter_bytes, 4 * CHUNK_ELEMENTS)
+    return num_bytes
+
+
 def _at(float32_bytes: int, dtype: torch.dtype) -> int:
     return -(-float32_bytes * dtype.itemsize // 4)
 
@@ -171,4 +182,5 @@ def _moments(facts: Facts, setting: Setting) -> Iterator[Moment]:
     yield Moment("outside", "", around[-1] + shift, by_place[-1], 0)
     state = visiting_bytes(facts, setting.optimizer_dtype) if setting.optimizer_in_ram else 0
     gradients = parameter_bytes(facts, setting.adapter_dtype)
-    yield Moment("optimizer", "", _at(facts.update_bytes, setting.adapter_dtype), gradients, state)
+    update = update_bytes(facts, setting.adapter_dtype, setting.optimizer_dtype)
+    yield Moment("optimizer", "", update, gradients, state)

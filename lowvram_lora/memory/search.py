@@ -14,7 +14,7 @@ import torch
 
 from ..units import MIB
 from .facts import Facts, LayerFacts
-from .footprint import margin, num_passes, parameter_bytes, state_bytes, visiting_bytes
+from .footprint import margin, num_passes, parameter_bytes, state_bytes, update_bytes, visiting_bytes
 from .keep import Kept, can_run_in_parts, keep_sequence
 from .pace import (
     Rates,
@@ -200,7 +200,7 @@ class Space:
         step, passes = facts.steps[micro_batch], num_passes(facts, micro_batch)
         # Kept in step with ``footprint`` and ``pace``, which say the same of one setting.
         visiting = visiting_bytes(facts, optimizer_dtype) if state_out else 0
-        update = parameters + -(-facts.update_bytes * adapter_dtype.itemsize // 4) + visiting
+        update = parameters + update_bytes(facts, adapter_dtype, optimizer_dtype) + visiting
         flops = pass_flops(step.blocks, step.other_flops) + kept.flops
         flops = facts.passes * flops * facts.batch_size // micro_batch
         trips = passes * 2 * kept.input_bytes * to_ram + 2 * state * state_out

@@ -130,7 +130,6 @@ def test_a_plan_for_any_budget_stays_inside_it(denoisers: dict[str, Any], tmp_pa
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
 
 
-@pytest.mark.xfail(reason="the memory that rounding to bf16 works in is not in the facts", strict=True)
 def test_a_lossy_plan_stays_inside_its_budget(denoisers: dict[str, Any], tmp_path: Path) -> None:
     job = job_of(denoisers, tmp_path, "flux")
     budget = smallest_budget(job) - 1
