@@ -317,6 +317,8 @@ def unreadable(network: nn.Module) -> dict[str, str]:
 
 
 def _why_unreadable(module: Any) -> str | None:
+    if hasattr(module, "num_experts") and hasattr(module, "in_features"):
+        return "it is a bank of experts"
     is_leaf = next(module.children(), None) is None
     if not is_matrix(module):
         looks_linear = is_leaf and hasattr(module, "in_features") and hasattr(module, "out_features")
@@ -324,8 +326,6 @@ def _why_unreadable(module: Any) -> str | None:
     weight = module.weight
     if weight is None:
         return "the model's file has no weight for it"
-    if hasattr(module, "num_experts"):
-        return "it is a bank of experts"
     if _is_plain(weight) or callable(getattr(type(module), "cast_bias_weight", None)):
         return None
     inner = stored(weight) if _is_wrapper(weight) else ()

@@ -22,7 +22,9 @@ from .convolution import convolve, input_gradient
 
 def is_linear(module: nn.Module) -> bool:
     """Return whether ``module`` multiplies by a matrix. Quantised layers are not ``nn.Linear``: judge by shape."""
-    return hasattr(module, "in_features") and hasattr(module, "out_features") and hasattr(module, "weight")
+    has_sides = hasattr(module, "in_features") and hasattr(module, "out_features")
+    # A bank of experts holds several matrices and does not multiply by itself.
+    return has_sides and hasattr(module, "weight") and not hasattr(module, "num_experts")
 
 
 def is_conv(module: nn.Module) -> bool:
@@ -278,24 +280,64 @@ def _restore_forward(module: nn.Module, before: Any) -> None:
         module.forward = before
 
 
+# What a host that casts weights for each use does to them then, by the names it keeps that under.
+_PATCHES = ("weight_function", "bias_function")
+# The same for hosts that bring weights to the device when a layer asks.
+_LATE_PATCHES = ("weight_lowvram_function", "bias_lowvram_function")
+
+
 @contextmanager
-def usable_parameters(network: nn.Module, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+def usable_parameters(
+    network: nn.Module, dtype: torch.dtype, device: torch.device, weights: WeightSource | None = None
+) -> Iterator[None]:
     """Stand in a normal tensor for every small parameter (norms, embeddings, free ones) for as long as this lasts.
 
     The host's parameters are inference tensors, which autograd refuses to save. Layers that cast their own weights
     get them in ``dtype``; free parameters keep theirs, since the network's code decides about them. The host's
     parameter objects come back on every way out.
+
+    Args:
+        weights: how the host makes the weights of layers that cast their own; what it does to them is then done once,
+            not at each use. None leaves it to them.
     """
     with ExitStack() as undo:
         for module in network.modules():
             if is_matrix(module) or isinstance(module, nn.Embedding):
                 continue
             casts_itself = hasattr(module, "weight_function")
+            made: dict[str, Tensor] = {}
+            if weights is not None and casts_itself and module._parameters.get("weight") is not None:
+                made = _made(module, weights, torch.empty(0, dtype=dtype, device=device))
+                _hide_patches(module, undo)
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
                 undo.callback(module._parameters.__setitem__, name, parameter)
-                wanted = dtype if casts_itself and parameter.is_floating_point() else parameter.dtype
-                clone = parameter.detach().to(device, wanted, copy=True)
-                module._parameters[name] = nn.Parameter(clone, requires_grad=False)
+                if name not in made:
+                    wanted = dtype if casts_itself and parameter.is_floating_point() else parameter.dtype
+                    made[name] = _bare(parameter).to(device, wanted, copy=True)
+                module._parameters[name] = nn.Parameter(made[name], requires_grad=False)
         yield
+
+
+def _made(module: nn.Module, weights: WeightSource, like: Tensor) -> dict[str, Tensor]:
+    """Return copies of what a source makes of a layer's parameters."""
+    with weights.fetch(module, like) as made:
+        named = zip(("weight", "bias"), made[:2], strict=True)
+        return {name: tensor.detach().clone() for name, tensor in named if tensor is not None}
+
+
+def _hide_patches(module: nn.Module, undo: ExitStack) -> None:
+    for name in (*_PATCHES, *_LATE_PATCHES):
+        before = module.__dict__.get(name)
+        if before:
+            undo.callback(module.__dict__.__setitem__, name, before)
+            module.__dict__[name] = [] if name in _PATCHES else None
+
+
+def _bare(parameter: Tensor) -> Tensor:
+    """Return a parameter's data, without what a class of its own adds to it."""
+    if type(parameter) in (Tensor, nn.Parameter) or hasattr(parameter, "__tensor_flatten__"):
+        return parameter.detach()
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.as_subclass(Tensor).detach()

@@ -347,15 +347,13 @@ def recomputed(
     device: torch.device,
     trained: Collection[str],
     how: Recompute | None = None,
-    **settings: Any,
 ) -> Iterator[tuple[nn.Module, RecomputedBlock]]:
     """Yield every block of ``network`` with its stand-in.
 
     Args:
         trained: paths of the adapted layers.
-        settings: fields of ``how``, where it is None.
     """
-    how = how or Recompute(**settings)
+    how = how or Recompute()
     shared = _Shared(how, memory, torch.zeros((), device=device, requires_grad=True), MutationGuard())
     for path, block in find_blocks(network).items():
         yield (

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ..ports import Denoiser, Encoding, StoredWeights, Weights
+from .frozen import is_matrix
 from .shapes import Shapes
 
 OUTSIDE = ""
@@ -211,7 +212,8 @@ class SimulatedWeights:
 
     def finish(self, module: nn.Module, payload: Sequence[Tensor], like: Tensor) -> Weights:
         """Return what the host makes of ``payload``; without its inner steps where they need the numbers."""
-        self.reads.append((module, self._counter.current_phase))
+        if is_matrix(module):
+            self.reads.append((module, self._counter.current_phase))
         try:
             return self._weights.finish(module, payload, like)
         except (NotImplementedError, RuntimeError):

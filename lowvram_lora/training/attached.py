@@ -14,7 +14,7 @@ from ..adapters.attach import Adapters, adapted_forwards
 from ..memory.chunks import PART_ROWS, chunked_forwards
 from ..memory.frozen import BlockMemory, frozen, frozen_forward, matrices, usable_parameters
 from ..memory.meter import Observe
-from ..memory.recompute import WORTH_MOVING_BYTES, RecomputedBlock, learned, recomputed
+from ..memory.recompute import WORTH_MOVING_BYTES, Recompute, RecomputedBlock, learned, recomputed
 from ..memory.setting import Setting
 from ..memory.stream import Streamed
 from ..ports import Denoiser, Transfers, WeightSource
@@ -71,27 +71,22 @@ def attached(
     network, setting = denoiser.network, engine.setting
     with ExitStack() as undo:
         undo.enter_context(denoiser.training(dtype))
-        undo.enter_context(usable_parameters(network, dtype, denoiser.device))
+        undo.enter_context(usable_parameters(network, dtype, denoiser.device, denoiser.weights))
         streamed = _streamed(denoiser, engine, undo)
         source: WeightSource = denoiser.weights if streamed is None else streamed
         memory = BlockMemory(source)
         forwards: dict[nn.Module, Any] = {module: frozen_forward(module, memory) for _, module in matrices(network)}
         forwards.update(adapted_forwards(layers, adapters, memory))
         undo.enter_context(frozen(forwards))
-        blocks = dict(
-            recomputed(
-                network,
-                memory,
-                denoiser.device,
-                layers,
-                kept=setting.kept,
-                transfers=engine.transfers if setting.inputs_in_ram else None,
-                keep_convolutions=setting.keep_convolutions,
-                writes_in_place=engine.writes_in_place,
-                observe=engine.observe,
-                worth_moving_bytes=engine.worth_moving_bytes,
-            )
+        how = Recompute(
+            kept=setting.kept,
+            transfers=engine.transfers if setting.inputs_in_ram else None,
+            keep_convolutions=setting.keep_convolutions,
+            writes_in_place=engine.writes_in_place,
+            observe=engine.observe,
+            worth_moving_bytes=engine.worth_moving_bytes,
         )
+        blocks = dict(recomputed(network, memory, denoiser.device, layers, how))
         undo.enter_context(frozen(dict(blocks)))
         chunked = chunked_forwards(network, setting.chunked, layers, denoiser.device, engine.part_rows)
         undo.enter_context(frozen(chunked))

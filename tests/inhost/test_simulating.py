@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowvram_lora.memory.frozen import BlockMemory, frozen, frozen_forward, matrices, usable_parameters
-from lowvram_lora.memory.recompute import find_blocks, recomputed
+from lowvram_lora.memory.recompute import Recompute, find_blocks, recomputed
 
 META = torch.device("meta")
 DTYPE = torch.bfloat16
@@ -72,7 +72,9 @@ def test_a_network_runs_forward_and_backward_without_data(family: str, wanted: b
         undo.enter_context(usable_parameters(network, DTYPE, META))
         undo.enter_context(frozen({module: frozen_forward(module, memory) for _, module in matrices(network)}))
         kept = () if wanted else tuple(find_blocks(network))
-        undo.enter_context(frozen(dict(recomputed(network, memory, META, list(dict(matrices(network))), kept=kept))))
+        undo.enter_context(
+            frozen(dict(recomputed(network, memory, META, list(dict(matrices(network))), Recompute(kept=kept))))
+        )
         x, out = predicted(denoiser, family)
         out.sum().backward()  # type: ignore[no-untyped-call]
     assert out.shape == x.shape and out.dtype == torch.float32 and out.device.type == "meta"
