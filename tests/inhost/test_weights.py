@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 
-from lowvram_lora.memory.frozen import BlockMemory, frozen_forward, is_linear, matrices
+from lowvram_lora.memory.frozen import BlockMemory, frozen_forward, is_linear, matrices, usable_parameters
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
@@ -165,3 +165,97 @@ def test_the_stop_button_acts_while_weights_are_made(weights: Any) -> None:
     management.interrupt_current_processing(True)
     with pytest.raises(management.InterruptProcessingException):
         weights.finish(layer, payload, torch.empty(0))
+
+
+def norms(network: torch.nn.Module) -> dict[str, Any]:
+    found = {path: module for path, module in network.named_modules() if isinstance(module, torch.nn.LayerNorm)}
+    return {path: module for path, module in found.items() if "transformer_blocks" in path}
+
+
+def with_patched_norms(on_demand: bool) -> tuple[Any, dict[str, Any]]:
+    """Return a network whose norms are patched at each use, and the norms of the same model with patches merged."""
+    models = []
+    for _ in range(2):
+        model = tiny.sd15()
+        paths, patches = norms(model.model.diffusion_model), {}
+        for number, path in enumerate(paths):
+            for name in ("weight", "bias"):
+                generator = torch.Generator().manual_seed(number)
+                diff = torch.randn(getattr(paths[path], name).shape, generator=generator)
+                patches[f"diffusion_model.{path}.{name}"] = ("diff", (diff,))
+        with torch.inference_mode():
+            assert len(model.add_patches(patches, 0.5)) == len(patches) > 0
+            models.append(model)
+    waiting, merged = models
+    with torch.inference_mode():
+        waiting.patch_model(device_to=tiny.CPU, lowvram_model_memory=1)
+        merged.patch_model(device_to=tiny.CPU)
+    network = waiting.model.diffusion_model
+    for norm in norms(network).values():
+        assert norm.weight_function and norm.bias_function
+        if on_demand:
+            for name in ("weight", "bias"):
+                (patch,) = getattr(norm, f"{name}_function")
+                setattr(norm, f"{name}_function", [])
+                setattr(norm, f"{name}_lowvram_function", patch)
+    return network, norms(merged.model.diffusion_model)
+
+
+@pytest.mark.parametrize("on_demand", [False, True], ids=["at each use", "on demand"])
+def test_a_norm_that_the_host_patches_at_each_use_is_patched_in_training(on_demand: bool, weights: Any) -> None:
+    network, merged = with_patched_norms(on_demand)
+    before = {path: (dict(norm._parameters), dict(norm.__dict__)) for path, norm in norms(network).items()}
+    with usable_parameters(network, torch.float32, tiny.CPU, weights):
+        for path, norm in norms(network).items():
+            x = torch.randn(2, 3, *norm.normalized_shape, requires_grad=True)
+            with torch.enable_grad():
+                out = norm(x)
+                out.square().sum().backward()
+            with torch.inference_mode():
+                expected = merged[path](x.detach())
+            assert torch.equal(out.detach(), expected), path
+            assert x.grad is not None and not norm.weight.is_inference()
+    for path, norm in norms(network).items():
+        parameters, attributes = before[path]
+        assert all(norm._parameters[name] is parameter for name, parameter in parameters.items())
+        assert all(norm.__dict__[name] is value for name, value in attributes.items())
+
+
+class Tagged(torch.Tensor):
+    """A class that only adds attributes, as a GGUF file's tensors in plain types have, and refuses to be copied."""
+
+    def detach(self) -> Any:
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError
+
+
+def test_parameters_of_a_class_of_their_own_are_stood_in_for_by_plain_ones(weights: Any) -> None:
+    model = tiny.sd15()
+    network = model.model.diffusion_model
+    norm = next(iter(norms(network).values()))
+    wanted = norm.weight.clone()
+    with torch.inference_mode():
+        norm.weight = torch.nn.Parameter(norm.weight.detach().as_subclass(Tagged), requires_grad=False)
+        network.free = torch.nn.Parameter(torch.arange(3.0).as_subclass(Tagged), requires_grad=False)
+    for source in (None, weights):
+        with usable_parameters(network, torch.float32, tiny.CPU, source):
+            assert type(norm.weight) is type(network.free) is torch.nn.Parameter
+            assert torch.equal(norm.weight, wanted) and torch.equal(network.free, torch.arange(3.0))
+            assert not norm.weight.is_inference()
+        assert type(norm.weight) is Tagged
+
+
+def test_a_bank_of_experts_is_no_matrix_and_is_refused_by_name(pack: Any) -> None:
+    class Bank(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_experts, self.in_features, self.out_features = 2, 8, 8
+            self.weight = torch.nn.Parameter(torch.zeros(2, 8, 8))
+
+    model = tiny.sd15()
+    model.model.diffusion_model.middle_block[1].experts = Bank()
+    assert all("experts" not in path for path, _ in matrices(model.model.diffusion_model))
+    (problem,) = pack.nodes._models.HostDenoiser(model).problems([(4, 8, 8)])
+    assert "middle_block.1.experts" in problem and "bank of experts" in problem
