@@ -110,5 +110,10 @@ def _describe_tensor(tensor: Tensor) -> str:
     numel = tensor.numel()
     picked = torch.linspace(0, max(numel - 1, 0), min(numel, SAMPLES_PER_TENSOR), dtype=torch.float64).long()
     flat = tensor.detach().reshape(-1)
-    numbers = flat[picked.to(flat.device)].to("cpu", torch.float32).tolist() if numel else []
-    return f"{tuple(tensor.shape)} {tensor.dtype} {numbers}"
+    if tensor.dtype.is_floating_point and tensor.element_size() == 1:
+        # Older versions of torch can't pick numbers of these types, but bytes; and of some they know no values.
+        sample = flat.view(torch.uint8)[picked.to(flat.device)].cpu()
+        sample = sample.view(tensor.dtype) if str(tensor.dtype).startswith("torch.float8") else sample
+    else:
+        sample = flat[picked.to(flat.device)].cpu()
+    return f"{tuple(tensor.shape)} {tensor.dtype} {sample.float().tolist() if numel else []}"

@@ -170,6 +170,19 @@ def test_a_quantised_base_has_a_fingerprint_of_its_data(pack: Any) -> None:
     assert digest("TensorCoreFP8Layout", 0) == digest("TensorCoreFP8Layout", 0) != digest("fp8 e4m3", 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_a_patch_of_float8_is_part_of_the_fingerprint(dtype: torch.dtype, pack: Any) -> None:
+    def digest(*values: float) -> str:
+        model = tiny.sd15()
+        (name, parameter), *_ = model.model.diffusion_model.named_parameters()
+        patch = torch.zeros(parameter.shape)
+        patch.view(-1)[: len(values)] = torch.tensor(values)
+        model.add_patches({f"diffusion_model.{name}": ("diff", (patch.to(dtype),))})
+        return str(pack.nodes._models.HostDenoiser(model).fingerprint)
+
+    assert digest(1.0) == digest(1.0) != digest(0.5)
+
+
 class Opaque(nn.Parameter):
     """A weight of a library that nothing here knows how to read."""
 
