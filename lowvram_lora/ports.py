@@ -266,7 +266,11 @@ class Hardware(Protocol):
         ...
 
     def capped(self, num_bytes: int) -> AbstractContextManager[None]:
-        """Let the process's allocator raise out-of-memory above ``num_bytes`` until the context ends."""
+        """Let the process's allocator raise out-of-memory until the context ends.
+
+        Args:
+            num_bytes: what may be taken beside what the process has on the device now.
+        """
         ...
 
     def release_cached(self) -> None:

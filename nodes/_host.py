@@ -9,6 +9,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
@@ -190,9 +191,30 @@ class ProcessHardware:
     def sample(self) -> dict[str, int]:
         """Return byte counts by name; device counts only where there is a device with memory of its own.
 
-        Those of torch are peaks since the last sample or ``reset_peaks``.
+        Those of torch are peaks since the last sample or ``reset_peaks``. A training step takes several samples.
         """
-        return {**_process_memory(), **self._torch_memory(), **_nvml_memory(self._device)}
+        ram = {"ram": self._process.memory_info().rss, "ram_total": self._ram_total}
+        return {**ram, **self._torch_memory(), **self._card_memory()}
+
+    @cached_property
+    def _process(self) -> Any:
+        import psutil
+
+        return psutil.Process()
+
+    @cached_property
+    def _ram_total(self) -> int:
+        import psutil
+
+        return int(psutil.virtual_memory().total)
+
+    @cached_property
+    def _device_total(self) -> int:
+        return int(comfy.model_management.get_total_memory(self._device))
+
+    @cached_property
+    def _card_memory(self) -> Callable[[], dict[str, int]]:
+        return _nvml(self._device)
 
     def reset_peaks(self) -> None:
         """Let the next sample see only what is used from now on."""
@@ -202,11 +224,12 @@ class ProcessHardware:
     def _torch_memory(self) -> dict[str, int]:
         if not self._is_separate:
             return {}
-        backend = torch.get_device_module(self._device)
+        # One call instead of two that make this one each.
+        stats = torch.get_device_module(self._device).memory_stats(self._device)
         counts = {
-            "device_allocated": backend.max_memory_allocated(self._device),
-            "device_reserved": backend.max_memory_reserved(self._device),
-            "device_total": int(comfy.model_management.get_total_memory(self._device)),
+            "device_allocated": stats.get("allocated_bytes.all.peak", 0),
+            "device_reserved": stats.get("reserved_bytes.all.peak", 0),
+            "device_total": self._device_total,
         }
         self.reset_peaks()
         return counts
@@ -216,14 +239,19 @@ class ProcessHardware:
         if not self._is_separate:
             return None
         management = comfy.model_management
-        models = [loaded.model for loaded in management.current_loaded_models if loaded.device == self._device]
-        leaving = sum(model.loaded_size() for model in models if model is not None)
+        leaving = sum(model.loaded_size() for model in self._loaded_models())
         free = management.get_free_memory(self._device) + leaving - management.extra_reserved_memory()
         return max(int(free), 0)
 
+    def _loaded_models(self) -> list[Any]:
+        """Return the host's models that are loaded for the device."""
+        loaded = comfy.model_management.current_loaded_models
+        models = [each.model for each in loaded if each.device == self._device]
+        return [model for model in models if model is not None]
+
     def total(self) -> int | None:
         """Return the device's memory in bytes, or None without a device."""
-        return int(comfy.model_management.get_total_memory(self._device)) if self._is_separate else None
+        return self._device_total if self._is_separate else None
 
     def ram_available(self) -> int:
         """Return the RAM in bytes that can be taken without paging."""
@@ -233,7 +261,10 @@ class ProcessHardware:
 
     @contextmanager
     def capped(self, num_bytes: int) -> Iterator[None]:
-        """Let torch's allocator raise out-of-memory above ``num_bytes`` on the device; where it can't, do nothing."""
+        """Let torch's allocator raise out-of-memory ``num_bytes`` above what it holds now; where it can't, do nothing.
+
+        What is there already is not the run's: models of the host that have stayed, tensors of other packs.
+        """
         total = self.total()
         backend = torch.get_device_module(self._device) if self._is_separate else None
         limit: Callable[..., None] | None = getattr(backend, "set_per_process_memory_fraction", None)
@@ -242,6 +273,7 @@ class ProcessHardware:
             return
         # Memory that is only held for later counts as well.
         self.release_cached()
+        num_bytes += int(backend.memory_reserved(self._device)) if backend is not None else 0
         try:
             limit(min(num_bytes / total, 1.0), self._device)
         except RuntimeError as error:
@@ -258,29 +290,29 @@ class ProcessHardware:
         comfy.model_management.soft_empty_cache()
 
 
-def _process_memory() -> dict[str, int]:
-    import psutil
-
-    process = psutil.Process()
-    info = process.memory_info()
-    return {"ram": info.rss, "ram_total": psutil.virtual_memory().total}
-
-
-def _nvml_memory(device: torch.device) -> dict[str, int]:
+def _nvml(device: torch.device) -> Callable[[], dict[str, int]]:
+    """Return what counts the memory of an NVIDIA card, that of all processes; it counts nothing on another device."""
     if device.type != "cuda" or torch.version.cuda is None:
-        return {}
+        return dict
     try:
         import pynvml
     except ImportError:
-        return {}
+        return dict
     try:
         pynvml.nvmlInit()
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        info = pynvml.nvmlDeviceGetMemoryInfo(handle)
     except (pynvml.NVMLError, AttributeError):
-        return {}
-    return {"card_used": info.used, "card_total": info.total}
+        return dict
+
+    def count() -> dict[str, int]:
+        try:
+            info = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        except pynvml.NVMLError:
+            return {}
+        return {"card_used": int(info.used), "card_total": int(info.total)}
+
+    return count
 
 
 def compute_device() -> torch.device:

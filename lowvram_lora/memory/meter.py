@@ -45,9 +45,11 @@ class Meter:
         self._total: Counter[str] = Counter()
 
     def phase(self, name: str) -> None:
-        """Measure what the phase before ``name`` used."""
+        """Measure what the phase before ``name`` used; what was before the first is no part of the run."""
         now = self._hardware.sample()
-        _raise_to(self._step, now)
+        is_before_all = bool(name) and not self._phase and not self._steps
+        if not is_before_all:
+            _raise_to(self._step, now)
         if self._phase:
             _raise_to(self._phases.setdefault(self._phase, {}), now)
         self._phase = name

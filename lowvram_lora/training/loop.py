@@ -56,7 +56,9 @@ def train(job: Job, prepared: Prepared, layers: dict[str, nn.Module], progress: 
     """
     with ExitStack() as undo:
         if prepared.budget is not None:
-            undo.enter_context(job.hardware.capped(prepared.budget))
+            # The adapters are part of the plan, and there already.
+            adapter_bytes = sum(parameter.nbytes for parameter in progress.adapters.parameters())
+            undo.enter_context(job.hardware.capped(prepared.budget - adapter_bytes))
         transfers = job.transfers(prepared.setting.staging_bytes)
         if transfers is not None:
             undo.enter_context(closing(transfers))

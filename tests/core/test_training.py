@@ -21,7 +21,7 @@ from lowvram_lora.data.cache import build
 from lowvram_lora.data.scan import scan
 from lowvram_lora.errors import ConfigError, PathError, PreflightError, UnsupportedModelError
 from lowvram_lora.events import Finished, Saved, Started, Stepped
-from lowvram_lora.memory.meter import HISTORY_LENGTH, Meter
+from lowvram_lora.memory.meter import HISTORY_LENGTH, PHASES, Meter
 from lowvram_lora.memory.summary import describe_memory, efficiency
 from lowvram_lora.training import objective
 from lowvram_lora.training.optim import build_optimizer, build_schedule
@@ -271,6 +271,21 @@ def test_the_meter_keeps_peaks_and_a_bounded_history() -> None:
     assert 2 <= len(record.history) <= HISTORY_LENGTH
     counts = [sample["ram"] for sample in record.history]
     assert counts == sorted(counts) and counts[-1] > 4900
+
+
+def test_what_was_before_the_first_phase_is_no_part_of_a_run() -> None:
+    """Counts are peaks since the last sample, so the first tells of an image generation before the run."""
+    counts = iter([900, 30, 50, 20, 7, 31, 52, 21])
+    hardware = fakes.FakeHardware()
+    hardware.sample = lambda: {"device_allocated": next(counts)}  # type: ignore[method-assign]
+    meter = Meter(hardware)
+    for _ in range(2):
+        for name in PHASES:
+            meter.phase(name)
+        meter.sample()
+    record = meter.record("x")
+    assert record.peak == {"device_allocated": 52}
+    assert [record.phases[name]["device_allocated"] for name in PHASES] == [31, 52, 21]
 
 
 def test_memory_in_words(job: Job) -> None:

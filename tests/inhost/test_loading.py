@@ -6,6 +6,7 @@ of free memory; moving anything there loses its numbers, which shows.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -138,8 +139,12 @@ def hardware(card: Any, pack: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     backend = SimpleNamespace(
         limits=limits,
         peak=5,
-        max_memory_allocated=lambda device: backend.peak,
-        max_memory_reserved=lambda device: backend.peak + 1,
+        reserved=0,
+        memory_reserved=lambda device: backend.reserved,
+        memory_stats=lambda device: {
+            "allocated_bytes.all.peak": backend.peak,
+            "reserved_bytes.all.peak": backend.peak + 1,
+        },
         reset_peak_memory_stats=lambda device: setattr(backend, "peak", 2),
         set_per_process_memory_fraction=lambda fraction, device: limits.append(fraction),
     )
@@ -168,6 +173,15 @@ def test_the_cap_is_lifted_on_every_way_out(hardware: Any) -> None:
     assert hardware.backend.limits == [0.25, 1.0, 1.0, 1.0]
 
 
+def test_what_is_on_the_device_before_comes_on_top_of_the_cap(hardware: Any, card: Any) -> None:
+    hardware.backend.reserved = 3 * GIB
+    emptied: list[Any] = []
+    # What nobody uses is given back before it is looked at.
+    hardware.now.release_cached = lambda: emptied.append(setattr(hardware.backend, "reserved", GIB))
+    with hardware.now.capped(2 * GIB):
+        assert hardware.backend.limits == [3 / 8] and len(emptied) == 1
+
+
 def test_an_allocator_that_knows_no_cap_runs_without(hardware: Any, caplog: pytest.LogCaptureFixture) -> None:
     def refuse(*_: Any) -> None:
         raise RuntimeError("does not yet support setMemoryFraction")
@@ -185,6 +199,51 @@ def test_a_sample_sees_peaks_since_the_last(hardware: Any) -> None:
     hardware.backend.peak = 9
     hardware.now.reset_peaks()
     assert hardware.now.sample()["device_allocated"] == 2
+
+
+def test_samples_after_the_first_ask_for_nothing_that_stays_the_same(
+    hardware: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import comfy.model_management as management
+    import psutil
+
+    first = hardware.now.sample()
+    for module, name in ((psutil, "virtual_memory"), (psutil, "Process"), (management, "get_total_memory")):
+        monkeypatch.delattr(module, name)
+    second = hardware.now.sample()
+    assert {name: second[name] for name in ("ram_total", "device_total")} == {
+        name: first[name] for name in ("ram_total", "device_total")
+    }
+    assert hardware.now.total() == first["device_total"]
+
+
+def test_a_card_is_looked_up_once_and_may_be_lost(pack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class LostError(Exception):
+        pass
+
+    def memory(handle: str) -> Any:
+        calls.append(handle)
+        if len(calls) > 4:
+            raise LostError
+        return SimpleNamespace(used=len(calls), total=9)
+
+    nvml = SimpleNamespace(
+        NVMLError=LostError,
+        nvmlInit=lambda: calls.append("init"),
+        nvmlDeviceGetHandleByUUID=lambda uuid: calls.append(uuid) or "handle",
+        nvmlDeviceGetMemoryInfo=memory,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.version, "cuda", "13")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="7"))
+    monkeypatch.setattr(pack.nodes._host, "has_own_memory", lambda device: False)
+    hardware = pack.nodes._host.ProcessHardware(torch.device("cuda", 0))
+    samples = [hardware.sample() for _ in range(4)]
+    assert calls == ["init", "GPU-7", *["handle"] * 4]
+    assert [sample.get("card_used") for sample in samples] == [3, 4, None, None]
+    assert samples[0]["card_total"] == 9
 
 
 def test_a_host_that_computes_in_ram_has_no_device_numbers(pack: Any) -> None:
