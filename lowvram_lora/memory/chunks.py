@@ -134,15 +134,15 @@ def chunked_forwards(
     network: nn.Module,
     blocks: Collection[str],
     trained: Collection[str],
-    device: torch.device,
+    anchor: Tensor,
     part_rows: int = PART_ROWS,
 ) -> dict[nn.Module, Callable[..., Any]]:
     """Return a stand-in for the forward of every feed-forward inside ``blocks``.
 
     Args:
         trained: paths of the adapted layers.
+        anchor: as for ``Chunked``.
     """
-    anchor = torch.zeros((), device=device, requires_grad=True)
     return {
         module: Chunked(module.forward, anchor, any(layer.startswith(f"{path}.") for layer in trained), part_rows)
         for path, module in find_feed_forwards(network, blocks).items()

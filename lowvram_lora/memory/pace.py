@@ -130,6 +130,14 @@ def ring_sizes(layers: Sequence[LayerFacts], least: int = 0) -> tuple[int, ...]:
     return least, max(least, block + largest), max(least, 2 * block + largest)
 
 
+def ring_for_parts(sizes: Sequence[int]) -> int:
+    """Return the ring in which the weights of a feed-forward all find room, wherever some of them are already.
+
+    ``n - 1`` weights leave ``n`` gaps, of which one is large enough if all gaps together are as large as ``n`` weights.
+    """
+    return sum(sizes) + (len(sizes) - 1) * max(sizes)
+
+
 def ring_place(sizes: Sequence[int], ring_bytes: int) -> int:
     """Return the number of the largest of ``sizes`` that a ring of ``ring_bytes`` has."""
     return max((place for place, size in enumerate(sizes) if size <= ring_bytes), default=0)

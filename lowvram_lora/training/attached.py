@@ -88,8 +88,10 @@ def attached(
         )
         blocks = dict(recomputed(network, memory, denoiser.device, layers, how))
         undo.enter_context(frozen(dict(blocks)))
-        chunked = chunked_forwards(network, setting.chunked, layers, denoiser.device, engine.part_rows)
-        undo.enter_context(frozen(chunked))
+        anchor = next((block.shared.anchor for block in blocks.values()), None)
+        if anchor is not None:
+            chunked = chunked_forwards(network, setting.chunked, layers, anchor, engine.part_rows)
+            undo.enter_context(frozen(chunked))
         yield Engaged(streamed=streamed, blocks={block.name: block for block in blocks.values()})
 
 

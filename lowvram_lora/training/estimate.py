@@ -16,6 +16,7 @@ from ..data.cache import CacheEntry
 from ..memory.chunks import find_feed_forwards
 from ..memory.facts import BlockFacts, Facts, LayerFacts, StepFacts, aligned
 from ..memory.frozen import matrices
+from ..memory.pace import ring_for_parts
 from ..memory.recompute import find_blocks
 from ..memory.setting import Setting
 from ..memory.simulate import OUTSIDE, LiveBytes, SimulatedDenoiser, SimulatedTransfers
@@ -235,8 +236,9 @@ def _with_parts(facts: Facts, parted: Mapping[int, StepFacts], denoiser: Denoise
         found = {block.path: block for block in parted[size].blocks}
         steps[size] = replace(step, blocks=tuple(_in_parts(block, found[block.path]) for block in step.blocks))
     in_parts = {block.path for step in steps.values() for block in step.blocks if block.in_parts}
-    rings = [_ring_for(part, denoiser) for part in find_feed_forwards(denoiser.network, in_parts).values()]
-    return replace(facts, steps=steps, parts_ring_bytes=max(rings, default=0))
+    payload, found_parts = denoiser.weights.payload, find_feed_forwards(denoiser.network, in_parts).values()
+    sizes = [[payload_bytes(payload(module)) for _, module in matrices(part)] for part in found_parts]
+    return replace(facts, steps=steps, parts_ring_bytes=max(map(ring_for_parts, sizes), default=0))
 
 
 def _in_parts(whole: BlockFacts, found: BlockFacts) -> BlockFacts:
@@ -250,15 +252,6 @@ def _in_parts(whole: BlockFacts, found: BlockFacts) -> BlockFacts:
         backward_flops=found.backward_flops,
     )
     return replace(whole, in_parts=in_parts)
-
-
-def _ring_for(feed_forward: nn.Module, denoiser: Denoiser) -> int:
-    """Return the ring in which all weights of ``feed_forward`` find room, wherever some of them are already.
-
-    ``n - 1`` weights leave ``n`` gaps, of which one is large enough if all together are as large as ``n`` weights.
-    """
-    sizes = [payload_bytes(denoiser.weights.payload(module)) for _, module in matrices(feed_forward)]
-    return sum(sizes) + (len(sizes) - 1) * max(sizes)
 
 
 def _waiting_bytes(simulator: Simulator) -> int:

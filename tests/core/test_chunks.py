@@ -18,7 +18,9 @@ from lowvram_lora.config import LoraConfig
 from lowvram_lora.fakes import FakeWeights
 from lowvram_lora.memory.chunks import chunked_forwards, find_feed_forwards
 from lowvram_lora.memory.frozen import BlockMemory, frozen, frozen_forward, matrices
+from lowvram_lora.memory.pace import ring_for_parts
 from lowvram_lora.memory.recompute import Recompute, find_blocks, recomputed
+from lowvram_lora.memory.ring import copies_of_a_pass
 from lowvram_lora.memory.simulate import LiveBytes
 
 CPU = torch.device("cpu")
@@ -90,8 +92,12 @@ def engaged(
         undo.enter_context(frozen(forwards))
         undo.enter_context(frozen(dict(recomputed(network, memory, CPU, layers, how or Recompute()))))
         if rows:
-            undo.enter_context(frozen(chunked_forwards(network, find_blocks(network), layers, CPU, rows)))
+            undo.enter_context(frozen(chunked_forwards(network, find_blocks(network), layers, anchor(CPU), rows)))
         yield
+
+
+def anchor(device: torch.device) -> Tensor:
+    return torch.zeros((), device=device, requires_grad=True)
 
 
 def step(
@@ -155,7 +161,7 @@ def test_parts_do_not_make_a_block_one_that_writes_in_place() -> None:
     blocks = dict(recomputed(network, memory, CPU, layers, Recompute()))
     forwards = {module: frozen_forward(module, memory) for _, module in matrices(network)}
     forwards.update(adapted_forwards(layers, adapters, memory))
-    chunked = chunked_forwards(network, find_blocks(network), LAYERS, CPU, 4)
+    chunked = chunked_forwards(network, find_blocks(network), LAYERS, anchor(CPU), 4)
     with frozen(forwards), frozen(dict(blocks)), frozen(chunked):
         network(torch.ones(2, TOKENS, WIDTH, dtype=torch.float64)).sum().backward()
     assert [block.writes_in_place for block in blocks.values()] == [False, False]
@@ -187,8 +193,8 @@ def peak(rows: int | None) -> tuple[int, int]:
     memory = BlockMemory(FakeWeights())
     with frozen({module: frozen_forward(module, memory) for _, module in matrices(network)}), counter:
         x = torch.empty(1, 4096, WIDTH, device="meta", requires_grad=True)
-        chunked = chunked_forwards(network, find_blocks(network), (), torch.device("meta"), rows) if rows else {}
-        with frozen(chunked):
+        token = anchor(torch.device("meta"))
+        with frozen(chunked_forwards(network, find_blocks(network), (), token, rows) if rows else {}):
             network.blocks[0].ff(x).sum().backward()
     return counter.peak, sum(count.flops for count in counter.counts.values())
 
@@ -212,7 +218,7 @@ def test_the_same_bytes_live_with_data_and_without() -> None:
             for parameter in network.parameters():
                 counter.ignore(parameter)
             x = torch.empty(3, 100, WIDTH, device=device, requires_grad=True)
-            with frozen(chunked_forwards(network, find_blocks(network), (), device, 64)):
+            with frozen(chunked_forwards(network, find_blocks(network), (), anchor(device), 64)):
                 network(x).sum().backward()
         peaks.append((counter.peak, counter.live))
     assert peaks[0] == peaks[1]
@@ -262,3 +268,23 @@ def test_feed_forwards_are_known_by_name_and_by_what_they_hold(
     found = find_feed_forwards(network, find_blocks(network))
     assert len(found) == is_taken
     assert all(path.startswith(f"blocks.0.{name}") for path in found)
+
+
+# What it costs in copies.
+
+
+@given(
+    others=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    wide=st.lists(st.integers(1, 40), min_size=2, max_size=4),
+    num_parts=st.integers(2, 5),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_ring_for_parts_copies_each_weight_once_for_all_of_them(
+    others: list[int], wide: list[int], num_parts: int
+) -> None:
+    sizes = {f"other {i}": 256 * size for i, size in enumerate(others)}
+    part = {f"wide {i}": 256 * size for i, size in enumerate(wide)}
+    ring_bytes = max(2 * max({**sizes, **part}.values()), ring_for_parts([*part.values()]))
+    order = [*sizes, *(list(part) * num_parts), *sizes, *(list(part) * num_parts)]
+    loaded = copies_of_a_pass(order, {**sizes, **part}, ring_bytes)
+    assert all(loaded.count(name) <= 2 for name in part)

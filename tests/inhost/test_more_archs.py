@@ -166,7 +166,7 @@ def passed(
         blocks = dict(recomputed(network, memory, tiny.CPU, layers, Recompute(**how)))
         undo.enter_context(frozen(dict(blocks)))
         if rows:
-            chunked = chunked_forwards(network, find_blocks(network), layers, tiny.CPU, rows)
+            chunked = chunked_forwards(network, find_blocks(network), layers, torch.zeros((), requires_grad=True), rows)
             assert chunked
             undo.enter_context(frozen(chunked))
         value = loss(pack, network, family)
