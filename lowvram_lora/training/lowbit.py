@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ports import Transfers
 from .moments import Chunk, Moments, views
 
 
@@ -41,6 +42,7 @@ class RoundedAdamW(torch.optim.Optimizer):
 
     Args:
         dtype: of the moments, float32 or bfloat16. The parameters may be either too.
+        transfers: by which the moments wait in RAM from the start; None leaves them on the device.
         seed: decides the rounding on this kind of device; the global generator is left as it was.
     """
 
@@ -54,11 +56,12 @@ class RoundedAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,
         dtype: torch.dtype = torch.bfloat16,
         seed: int = 0,
+        transfers: Transfers | None = None,
     ) -> None:
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         for parameter in parameters:
             self.state[parameter]["step"] = 0
-        self.moments = Moments(self.state, parameters, dtype)
+        self.moments = Moments(self.state, parameters, dtype, transfers)
         device = parameters[0].device
         # Tensors without data draw nothing.
         self._generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)

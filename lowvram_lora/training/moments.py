@@ -31,17 +31,30 @@ class Moments:
     """The moments of ``parameters``; ``state`` is the optimizer's own, and refers to them while they are there.
 
     They are zero at first and take exactly as many bytes as those of separate tensors.
+
+    Args:
+        transfers: by which they wait in RAM from the start; None leaves them on the device.
     """
 
-    def __init__(self, state: MutableMapping[Any, Any], parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        state: MutableMapping[Any, Any],
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        transfers: Transfers | None = None,
+    ) -> None:
         self._state = state
         self._dtype = dtype
-        self._transfers: Transfers | None = None
+        self._transfers = transfers
         self.chunks: list[Chunk] = []
         for part in _parts(parameters):
             flat = torch.zeros(2 * _num_elements(part), dtype=dtype, device=part[0].device)
             self._refer_to(flat, part)
-            self.chunks.append(Chunk(part, flat))
+            chunk = Chunk(part, flat)
+            del flat
+            if transfers is not None:
+                self._leave(chunk, transfers)
+            self.chunks.append(chunk)
 
     def keep_in_ram(self, transfers: Transfers) -> None:
         """Let the moments wait in RAM from now on, but for the time of their update; no number changes.

@@ -28,7 +28,9 @@ class PlainAdamW(torch.optim.AdamW):
         moments: its state, which may wait in RAM between steps.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], *, lr: float, weight_decay: float) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], *, lr: float, weight_decay: float, transfers: Transfers | None = None
+    ) -> None:
         device = parameters[0].device
         is_fused = device.type in _FUSED_DEVICES
         # torch's choice, but without data there is nothing to be fast about.
@@ -38,7 +40,7 @@ class PlainAdamW(torch.optim.AdamW):
         counts = torch.zeros(len(parameters), dtype=torch.float32, device=device if is_fused else "cpu")
         for number, parameter in enumerate(parameters):
             self.state[parameter]["step"] = counts[number]
-        self.moments = Moments(self.state, parameters, parameters[0].dtype)
+        self.moments = Moments(self.state, parameters, parameters[0].dtype, transfers)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return what ``closure`` does."""
@@ -82,19 +84,14 @@ def build_optimizer(
         transfers: needed where the state is to wait in RAM.
     """
     setting = setting or Setting()
-    optimizer: Optimizer
+    assert transfers is not None or not setting.optimizer_in_ram, "a state can't go to RAM without transfers"
+    waiting = transfers if setting.optimizer_in_ram else None
+    rate, decay = config.learning_rate, config.weight_decay
     if torch.bfloat16 in (parameters[0].dtype, setting.optimizer_dtype):
-        optimizer = RoundedAdamW(
-            parameters,
-            lr=config.learning_rate,
-            weight_decay=config.weight_decay,
-            dtype=setting.optimizer_dtype,
-            seed=seed,
+        return RoundedAdamW(
+            parameters, lr=rate, weight_decay=decay, dtype=setting.optimizer_dtype, seed=seed, transfers=waiting
         )
-    else:
-        optimizer = PlainAdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
-    place_state(optimizer, setting, transfers)
-    return optimizer
+    return PlainAdamW(parameters, lr=rate, weight_decay=decay, transfers=waiting)
 
 
 def place_state(optimizer: Optimizer, setting: Setting, transfers: Transfers | None) -> None:
