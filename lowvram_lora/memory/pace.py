@@ -41,8 +41,8 @@ class Pace:
 
     Attributes:
         flops: work of the network.
-        copied_bytes: weights copied to the device. A bound, as a ring may still hold some at the turn of a pass; the plan
-            of a prepared run has the exact count.
+        copied_bytes: weights copied to the device. A bound, as a ring may still hold some at the turn of a pass;
+            the plan of a prepared run has the exact count.
         ram_trip_bytes: inputs of blocks and optimizer state, out to RAM and back.
         seconds: on the nominal device.
     """
