@@ -26,13 +26,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--targets", choices=tuple(TARGETS), default="attn-ff")
     parser.add_argument("--residency", choices=("resident", "streamed", "auto"), default="auto")
     parser.add_argument("--budget-gb", type=float, default=0.0, help="for auto: what the plan must fit into")
-    for name in ("no-recompute", "inputs-in-ram", "optimizer-in-ram", "keep-convolutions", "whole-blocks", "chunks"):
+    for name in ("no-recompute", "keep-convolutions", "whole-blocks"):
         parser.add_argument(f"--{name}", action="store_true", help="for resident and streamed")
+    for name in ("inputs-in-ram", "optimizer-in-ram", "chunks"):
+        how = argparse.BooleanOptionalAction
+        parser.add_argument(f"--{name}", action=how, help="on for streamed unless said otherwise, off for resident")
     for name in ("bf16-state", "bf16-adapters"):
         parser.add_argument(f"--{name}", action="store_true", help="lossy")
     parser.add_argument("--peaks", type=int, default=0, help="also print this many of the highest peaks by block")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for name in ("inputs_in_ram", "optimizer_in_ram", "chunks"):
+        if getattr(options, name) is None:
+            setattr(options, name, options.residency == "streamed")
+    return options
 
 
 def main(arguments: list[str]) -> int:
