@@ -131,7 +131,7 @@ class Arithmetic:
         loras: dict[str, dict[str, Tensor]] = {}
         with work.exact():
             for name, setting in settings.items():
-                trained = work.train(self.machine, subject.job(steps=5), work.fixed(setting))
+                trained = work.train(self.machine, subject.job(), work.fixed(setting))
                 record = trained.finished.record
                 losses[name], loras[name] = record.losses, record.lora
         numbers["losses"] = list(losses["resident"])
@@ -145,7 +145,7 @@ class Arithmetic:
 
     def precisions(self, numbers: Numbers) -> None:
         """Every precision trains, with the gradient scaler of fp16 and with adapters and state in bfloat16."""
-        subject = self.tiny_subject("sd15", self.machine.device)
+        subject = self.tiny_subject("flux", self.machine.device)
         plain = Setting(ring_bytes=3 * subject.largest_payload)
         low_bit = replace(plain, adapter_dtype=torch.bfloat16, optimizer_dtype=torch.bfloat16, optimizer_in_ram=True)
         ways = {"fp32": ("fp32", plain), "bf16": ("bf16", plain), "fp16": ("fp16", plain), "low_bit": ("bf16", low_bit)}

@@ -143,11 +143,11 @@ class Subject:
         payload = self.denoiser.weights.payload
         return max(payload_bytes(payload(module)) for _, module in matrices(self.denoiser.network))
 
-    def job(self, budget: int = 0, steps: int | None = None, **changes: Any) -> Job:
+    def job(self, budget: int = 0, **changes: Any) -> Job:
         """Return a job whose files go to a folder of its own; 0 takes what is free."""
         folder = self._new_folder()
         config = TrainConfig(
-            steps=steps or self.machine.sizes.steps,
+            steps=self.machine.sizes.steps,
             seed=5,
             precision=self.precision,  # type: ignore[arg-type]
             vram_budget_gb=budget / GIB,
