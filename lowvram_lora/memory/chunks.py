@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from .frozen import is_linear, is_matrix
 
-# Tokens of a part. With fewer a device's units lie idle; SDXL's largest block comes down by 84 MiB at 1024², and half as
-# many would save it only 16 more.
+# Tokens of a part. With fewer a device's units lie idle. SDXL's largest block comes down by 84 MiB at 1024²; half as
+# many tokens would save it only 16 more.
 PART_ROWS = 1024
 
 _NAME = re.compile(r"(ff|ffn|feed_forward|\w*mlp)\w*")
