@@ -62,7 +62,7 @@ class LoraTrain(io.ComfyNode):
         with _host.outside_inference_mode():
             followed = _follow(job, progress)
         finished, record = followed.finished, followed.finished.record
-        report = describe_run(record, finished.path, config, followed.plan, followed.notes, finished.reused)
+        report = describe_run(record, finished.path, followed.plan, followed.notes, finished.reused)
         outputs = with_lora(model, record.lora), record.lora, {"loss": list(record.losses)}
         return _host.reported(*outputs, report=report, node_id=cls.hidden.unique_id)
 
@@ -152,7 +152,8 @@ def _main_inputs() -> list[Any]:
             default=_TRAIN.vram_budget_gb,
             min=0.0,
             max=1024.0,
-            step=0.25,
+            step=0.05,
+            round=0.01,
             tooltip="GiB of VRAM the run may use; 0 takes what is free. A plan is made before the first step.",
         ),
         io.String.Input(

@@ -23,7 +23,7 @@ class RandomState:
     @classmethod
     def now(cls, device: torch.device) -> "RandomState":
         """Return the present state."""
-        own = torch.get_device_module(device).get_rng_state() if _has_generator(device) else None
+        own = torch.get_device_module(device).get_rng_state(device) if _has_generator(device) else None
         return cls(device, torch.get_rng_state(), own)
 
     @contextmanager
@@ -32,7 +32,7 @@ class RandomState:
         with forked(self.device):
             torch.set_rng_state(self.cpu)
             if self.own is not None:
-                torch.get_device_module(self.device).set_rng_state(self.own)
+                torch.get_device_module(self.device).set_rng_state(self.own, self.device)
             yield
 
 

@@ -118,7 +118,10 @@ class RecomputedBlock:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the block's own forward returns."""
-        if not torch.is_grad_enabled() or (self.kept and self.writes_in_place is False):
+        is_kept = self.kept and self.writes_in_place is False
+        if is_kept or not torch.is_grad_enabled():
+            if is_kept:
+                args, kwargs = _gathering((args, kwargs))
             with self.shared.how.observed(self.name, "forward"):
                 return self.forward(*args, **kwargs)
         call = _Call(self, args, kwargs)
@@ -152,6 +155,17 @@ class RecomputedBlock:
         with guard.guarding(copies):
             yield
         self.writes_in_place = guard.num_needed > before or bool(self.written)
+
+
+def _gathering(arguments: Any) -> Any:
+    """Return ``arguments`` with a view of each tensor in them that needs a gradient.
+
+    So what a block gives back to an input is summed before it meets what others give: in the same order, and so to the
+    same bit, as when the block runs again.
+    """
+    places = Places()
+    template, _ = places.taken(arguments)
+    return rebuilt(template, [t.view_as(t) if t.requires_grad else t for t in places.tensors])
 
 
 class _Call:

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import LowVramLoraError
 from ..ports import StoredWeights, Transfers, Weights
 from .facts import ALIGNMENT, aligned
 from .frozen import matrices
+from .layout import is_dense
 from .ring import Conveyor, Segment
 from .setting import Setting
 
@@ -80,14 +80,12 @@ class Streamed:
     """A ``WeightSource`` that brings weights to the device itself; a context manager.
 
     A tensor that is on the device already is used where it is. Should the ring have no room, a layer is fetched the
-    host's way; that takes one layer used within another's use, or a resident one asked for in two dtypes.
+    host's way; that takes one layer used within another's use, a resident one asked for in two dtypes, or one that was
+    read in no simulated step and is larger than all that were.
 
     Args:
         network: whose matrices are fetched.
         setting: says what is resident and how large the ring is.
-
-    Raises:
-        LowVramLoraError: the ring is smaller than a layer that must pass through it.
     """
 
     def __init__(self, weights: StoredWeights, transfers: Transfers, network: nn.Module, setting: Setting) -> None:
@@ -95,9 +93,8 @@ class Streamed:
         self._weights = weights
         self._transfers = transfers
         self._finished: dict[tuple[nn.Module, torch.dtype], _Ready] = {}
-        streamed = {path: module for path, module in matrices(network) if path not in setting.resident}
-        self._layers = {module: _Layer(weights.payload(module)) for module in streamed.values()}
-        self._check(streamed, setting.ring_bytes)
+        streamed = (module for path, module in matrices(network) if path not in setting.resident)
+        self._layers = {module: _Layer(weights.payload(module)) for module in streamed}
         self._resident = self._copied(module for path, module in matrices(network) if path in setting.resident)
         self._ring = transfers.empty(setting.ring_bytes) if setting.ring_bytes else None
         self._sized: tuple[nn.Module | None, tuple[Tensor, ...]] = (None, ())
@@ -105,21 +102,10 @@ class Streamed:
         self._typed: dict[torch.dtype, Tensor] = {}
         self._conveyor = Conveyor(setting.ring_bytes, self._size, self._load)
 
-    def _check(self, streamed: dict[str, nn.Module], ring_bytes: int) -> None:
-        for path, module in streamed.items():
-            num_bytes = self._size(module)
-            if num_bytes > ring_bytes:
-                raise LowVramLoraError(
-                    f"The weights of {path} take {num_bytes} bytes of device memory, more than the "
-                    f"{ring_bytes} bytes planned for all that are not resident. Take this to the pack's issue page."
-                )
-
     @property
     def resident_bytes(self) -> int:
-        """Device bytes of the weights that stay, as they are now."""
-        kept = [tensor for payload in self._resident.values() for tensor in payload]
-        made = [tensor for ready in self._finished.values() for tensor in ready.weights[:2]]
-        return sum(tensor.nbytes for tensor in (*kept, *made) if tensor is not None)
+        """Device bytes of the weights that stay."""
+        return 0 if self._slab is None else self._slab.nbytes
 
     def begin(self) -> None:
         """Learn that a pass through the network, forward and backward, begins."""
@@ -185,30 +171,58 @@ class Streamed:
         self._conveyor.load_ahead()
 
     def _from_resident(self, module: nn.Module, like: Tensor) -> Weights:
-        """Return the weights of a resident ``module``, and keep them made up if they take no more than as stored."""
+        """Return the weights of a resident ``module``, and keep them made up if they fit where they are stored."""
         payload = self._resident[module]
         weights = self._weights.finish(module, payload, like)
-        made = [tensor for tensor in (weights.weight, weights.bias) if tensor is not None]
-        if sum(tensor.nbytes for tensor in made) > sum(tensor.nbytes for tensor in payload):
+        settled = self._settled(weights, payload)
+        if settled is None:
             # Nobody counts a second copy, so nobody may hold it.
             return weights._replace(stable=False)
-        weights = weights._replace(stable=True)
-        self._finished[module, like.dtype] = _Ready(weights)
+        self._finished[module, like.dtype] = _Ready(settled)
         del self._resident[module]
-        return weights
+        return settled
+
+    def _settled(self, weights: Weights, payload: Sequence[Tensor]) -> Weights | None:
+        """Return ``weights`` in the memory of ``payload``, or None if they do not fit there or it is not ours."""
+        made = [tensor for tensor in (weights.weight, weights.bias) if tensor is not None]
+        if len(made) != len(payload) or not all(map(is_dense, made)):
+            return None
+        placed = []
+        for tensor, place in zip(made, payload, strict=True):
+            if not _shares(tensor, place):
+                if self._slab is None or not _shares(self._slab, place) or tensor.nbytes > place.nbytes:
+                    return None
+                start = place.storage_offset() * place.element_size()
+                region = self._slab[start : start + tensor.nbytes].view(tensor.dtype)
+                # As it is laid out, which kernels may like.
+                made_there = region.as_strided(tensor.shape, tensor.stride())
+                made_there.copy_(tensor)
+                tensor = made_there
+            placed.append(tensor)
+        return Weights(placed[0], placed[1] if len(placed) > 1 else None, True)
 
     def _copied(self, modules: Iterator[nn.Module]) -> dict[nn.Module, tuple[Tensor, ...]]:
-        """Return the payloads of ``modules`` on the device, but for those that are there already."""
-        resident, copies = {}, []
-        for module in modules:
-            payload = self._weights.payload(module)
-            self._layers[module] = _Layer(payload)
-            missing = [tensor for tensor in payload if not self._transfers.holds(tensor)]
-            if missing:
-                targets = [_shaped(self._transfers.empty(tensor.nbytes), tensor) for tensor in missing]
-                copies.append(self._transfers.copy_in(targets, missing))
-                own = iter(targets)
-                resident[module] = tuple(tensor if self._transfers.holds(tensor) else next(own) for tensor in payload)
+        """Return the payloads of ``modules`` on the device, but for those that are there already.
+
+        All in one piece of memory: an allocator rounds each up, which adds up over a network's layers.
+        """
+        payloads = {module: self._weights.payload(module) for module in modules}
+        self._layers.update((module, _Layer(payload)) for module, payload in payloads.items())
+        missing = {m: [t for t in payload if not self._transfers.holds(t)] for m, payload in payloads.items()}
+        num_bytes = sum(aligned(tensor.nbytes) for tensors in missing.values() for tensor in tensors)
+        self._slab = self._transfers.empty(num_bytes) if num_bytes else None
+        resident, copies, start = {}, [], 0
+        for module, sources in missing.items():
+            if not sources:
+                continue
+            targets = []
+            for source in sources:
+                assert self._slab is not None
+                targets.append(_shaped(self._slab[start : start + source.nbytes], source))
+                start += aligned(source.nbytes)
+            copies.append(self._transfers.copy_in(targets, sources))
+            own = iter(targets)
+            resident[module] = tuple(t if self._transfers.holds(t) else next(own) for t in payloads[module])
         for copy in copies:
             self._transfers.wait(copy)
         return resident
@@ -260,6 +274,7 @@ class Streamed:
         """Let go of all device memory."""
         self._finished.clear()
         self._resident.clear()
+        self._slab = None
         self._typed.clear()
         self._sized = (None, ())
         self._conveyor = Conveyor(0, self._size, self._load)
@@ -310,6 +325,11 @@ class _Use:
             if error[0] is None:
                 # Only now: where a copy blocks the caller, it does so while the device computes.
                 self._stream.load_ahead()
+
+
+def _shares(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are in the same storage."""
+    return int(one.untyped_storage()._cdata) == int(other.untyped_storage()._cdata)
 
 
 def _shaped(region: Tensor, like: Tensor) -> Tensor:

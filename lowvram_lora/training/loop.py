@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -62,10 +63,11 @@ def train(job: Job, prepared: Prepared, layers: dict[str, nn.Module], progress: 
         transfers = job.transfers(prepared.setting.staging_bytes)
         if transfers is not None:
             undo.enter_context(closing(transfers))
-        rig = _rig(job, prepared, layers, progress, transfers)
         setting, plan = prepared.setting, prepared.plan
+        rig: _Rig | None = None
         while True:
             try:
+                rig = rig or _rig(job, replace(prepared, setting=setting), layers, progress, transfers)
                 yield from _steps(rig, prepared, setting)
                 return
             except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -75,17 +77,19 @@ def train(job: Job, prepared: Prepared, layers: dict[str, nn.Module], progress: 
                 cause = str(error).splitlines()[0]
             # Only here the failed step's tensors are gone: the error held them.
             plan, setting = lower, lower.setting
-            rig = replace(rig, stepper=replace(rig.stepper, scaler=_unbroken(rig.stepper.scaler, job.denoiser.device)))
+            rig = rig and _unbroken(rig)
             progress.restore()
+            gc.collect()
             job.hardware.release_cached()
             yield Lowered(step=len(progress.losses) + 1, cause=cause, plan=describe_plan(plan))
 
 
-def _unbroken(scaler: torch.amp.GradScaler, device: torch.device) -> torch.amp.GradScaler:
-    """Return ``scaler`` at its present scale, without what a step that broke off has left in it."""
-    fresh = torch.amp.GradScaler(device.type, enabled=scaler.is_enabled())
+def _unbroken(rig: _Rig) -> _Rig:
+    """Return ``rig`` with its scaler at its present scale, without what a step that broke off has left in it."""
+    scaler = rig.stepper.scaler
+    fresh = torch.amp.GradScaler(rig.job.denoiser.device.type, enabled=scaler.is_enabled())
     fresh.load_state_dict(scaler.state_dict())
-    return fresh
+    return replace(rig, stepper=replace(rig.stepper, scaler=fresh))
 
 
 def _steps(rig: _Rig, prepared: Prepared, setting: Setting) -> Iterator[Event]:

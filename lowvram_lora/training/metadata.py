@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -19,9 +20,18 @@ _ARCHITECTURES = {
 
 
 def describe(
-    denoiser: Denoiser, recipe: BatchRecipe, config: TrainConfig, precision: str, fingerprint: str
+    denoiser: Denoiser,
+    recipe: BatchRecipe,
+    config: TrainConfig,
+    precision: str,
+    fingerprint: str,
+    changes: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Return the metadata that is known before step 1; all values are strings, as safetensors wants them."""
+    """Return the metadata that is known before step 1; all values are strings, as safetensors wants them.
+
+    Args:
+        changes: what a lossy plan has altered.
+    """
     base = denoiser.base_name
     lora, optim = config.lora, config.optim
     values: dict[str, Any] = {
@@ -52,6 +62,7 @@ def describe(
         "ss_num_train_images": sum(entry.repeats for entry in recipe.cache.entries),
         "ss_num_batches_per_epoch": recipe.batches_per_epoch,
         "ss_batch_size_per_device": recipe.config.batch_size,
+        **({"ss_training_comment": f"lossy: {', '.join(changes)}"} if changes else {}),
     }
     return {key: str(value) for key, value in values.items()}
 
@@ -76,8 +87,5 @@ def at_step(metadata: dict[str, str], started: float, finished: float, steps: in
     if not is_partial:
         return {**metadata, **now}
     kept = {key: value for key, value in metadata.items() if key != FINGERPRINT_KEY}
-    return {
-        **kept,
-        **now,
-        "ss_training_comment": f"partial: {steps} of {metadata['ss_max_train_steps']} steps",
-    }
+    comments = [f"partial: {steps} of {metadata['ss_max_train_steps']} steps", metadata.get("ss_training_comment")]
+    return {**kept, **now, "ss_training_comment": "; ".join(filter(None, comments))}

@@ -20,11 +20,13 @@ class Chunk:
     Attributes:
         flat: on the device, or None while they wait in RAM.
         kept: what ``Transfers.to_ram`` gave, or None.
+        keeper: the transfers that gave it.
     """
 
     parameters: list[nn.Parameter]
     flat: Tensor | None
     kept: Any = None
+    keeper: Transfers | None = None
 
 
 class Moments:
@@ -108,9 +110,9 @@ class Moments:
     def _bring(self, chunk: Chunk, room: Tensor | None = None) -> None:
         if chunk.flat is not None:
             return
-        assert self._transfers is not None
-        chunk.flat = self._transfers.from_ram(chunk.kept, room)
-        chunk.kept = None
+        assert chunk.keeper is not None
+        chunk.flat = chunk.keeper.from_ram(chunk.kept, room)
+        chunk.kept = chunk.keeper = None
         self._refer_to(chunk.flat, chunk.parameters)
 
     def _refer_to(self, flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
@@ -125,7 +127,7 @@ class Moments:
 
     def _leave(self, chunk: Chunk, transfers: Transfers) -> None:
         assert chunk.flat is not None
-        chunk.kept = transfers.to_ram(chunk.flat)
+        chunk.kept, chunk.keeper = transfers.to_ram(chunk.flat), transfers
         chunk.flat = None
         for parameter in chunk.parameters:
             del self._state[parameter]["exp_avg"], self._state[parameter]["exp_avg_sq"]

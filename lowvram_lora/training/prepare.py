@@ -31,6 +31,8 @@ from .job import Job
 from .precision import DTYPES
 from .step import Batches
 
+# What a network raises that looks at its numbers, where there are none. Not the host's interrupt, whatever its class.
+_NEEDS_NUMBERS = (NotImplementedError, RuntimeError, TypeError, ValueError, AssertionError, ArithmeticError)
 # Each is simulated once; a plan that still exceeds its budget after so many corrections is taken as it is.
 MAX_CORRECTIONS = 3
 
@@ -137,9 +139,8 @@ def prepare(job: Job, layers: dict[str, nn.Module], precision: str, device: Devi
 
     try:
         facts, learned, facts_for = _measured(job, layers, prepared, is_tight)
-    except (NotImplementedError, RuntimeError) as error:
-        # Some operation of this network needs its numbers.
-        return _thriftiest(job, prepared, str(error).splitlines()[0])
+    except _NEEDS_NUMBERS as error:
+        return _thriftiest(job, prepared, next(iter(str(error).splitlines()), type(error).__name__))
     plan = make_plan(facts, prepared.wishes, device, facts_for)
     final = replace(changed(prepared, plan.change), plan=plan, setting=plan.setting, writes_in_place=learned)
     return _verified(job, layers, final)
@@ -171,7 +172,7 @@ def _thriftiest(job: Job, prepared: Prepared, reason: str) -> Prepared:
 
 def facts_of(
     job: Job, layers: dict[str, nn.Module], precision: str, device: DeviceFacts
-) -> tuple[Facts, Callable[[Change], Facts]]:
+) -> tuple[Facts, Callable[[Change], Facts | None]]:
     """Return what a plan for ``job`` is made from, and from what if the job is changed."""
     facts, _, facts_for = _measured(job, layers, _unplanned(job, precision, device), lambda _: True)
     return facts, facts_for
@@ -179,10 +180,12 @@ def facts_of(
 
 def _measured(
     job: Job, layers: dict[str, nn.Module], prepared: Prepared, is_tight: Callable[[Facts], bool]
-) -> tuple[Facts, dict[str, bool], Callable[[Change], Facts]]:
+) -> tuple[Facts, dict[str, bool], Callable[[Change], Facts | None]]:
     facts, learned = measured(_simulators(job, layers, prepared), job.config.optim.accumulation, is_tight)
 
-    def facts_for(change: Change) -> Facts:
+    def facts_for(change: Change) -> Facts | None:
+        if change.precision and not job.denoiser.supports(DTYPES[change.precision]):
+            return None
         # The rank is reckoned with by the plan itself.
         altered = changed(prepared, replace(change, rank=0))
         return measured(_simulators(job, layers, altered), job.config.optim.accumulation)[0]

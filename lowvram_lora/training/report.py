@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..config import TrainConfig
 from ..events import Record
 from ..units import format_bytes, format_duration
 
 
-def describe_run(record: Record, path: Path, config: TrainConfig, plan: str, notes: Sequence[str], reused: bool) -> str:
+def describe_run(record: Record, path: Path, plan: str, notes: Sequence[str], reused: bool) -> str:
     """Return the report LoRA Train shows.
 
     Args:
         plan: how the run went, in lines of text; empty where there was none.
         notes: further sentences, one a line.
     """
+    # As it was trained, which a lossy plan may have made other than as it was asked for.
+    rank, alpha = record.metadata["ss_network_dim"], float(record.metadata["ss_network_alpha"])
+    lossy = record.metadata.get("ss_training_comment")
     lines = [
         "Nothing changed since this LoRA was trained: it was taken from disk, no step was run."
         if reused
@@ -24,8 +26,9 @@ def describe_run(record: Record, path: Path, config: TrainConfig, plan: str, not
         f"({record.seconds / record.steps:.2f} s/step).",
         f"LoRA file: {path}",
         f"Loss: {record.losses[0]:.4f} at the first step, {record.losses[-1]:.4f} at the last.",
-        f"{record.num_layers} layers, {record.num_parameters:,} parameters, rank {config.lora.rank}, "
-        f"alpha {config.lora.alpha:g}, precision {record.precision}, adapters float32.",
+        f"{record.num_layers} layers, {record.num_parameters:,} parameters, rank {rank}, "
+        f"alpha {alpha:g}, precision {record.precision}.",
+        *([f"Changed to fit the budget ({lossy})."] if lossy else []),
         *_memory_lines(record),
         *notes,
         *([plan] if plan else []),

@@ -116,7 +116,7 @@ def _train(
     job: Job, prepared: Prepared, checked: Checked, key: str, notes: tuple[str, ...]
 ) -> Generator[Event, None, Record]:
     config = prepared.config
-    described = metadata.describe(job.denoiser, job.recipe, config, prepared.precision, key)
+    described = metadata.describe(job.denoiser, job.recipe, config, prepared.precision, key, prepared.changes)
     adapters = build(
         checked.layers, config.lora, config.seed, job.denoiser.device, dtype=prepared.setting.adapter_dtype
     )

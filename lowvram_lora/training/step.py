@@ -34,7 +34,7 @@ def shrunk(latents: Tensor, scale: float) -> Tensor:
     """Return ``latents`` ``[C, ..., h, w]`` with sides of ``scale`` times theirs, in steps that networks take."""
     if scale == 1.0:
         return latents
-    sides = [max(_SIDE_STEP, int(side * scale) // _SIDE_STEP * _SIDE_STEP) for side in latents.shape[-2:]]
+    sides = [min(side, max(_SIDE_STEP, int(side * scale) // _SIDE_STEP * _SIDE_STEP)) for side in latents.shape[-2:]]
     planes = latents.reshape(1, -1, *latents.shape[-2:])
     smaller = nn.functional.interpolate(planes, sides, mode="bilinear", antialias=True)
     return smaller.view(*latents.shape[:-2], *sides)

@@ -20,7 +20,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(prog="dev.py bench memory", description=__doc__)
     parser.add_argument("--model", choices=("sd15", "sdxl", "sd3", "flux"), required=True)
-    parser.add_argument("--resolution", type=int, default=1024, help="pixels a side")
+    parser.add_argument("--resolution", type=int, help="pixels a side; 512 for sd15 and 1024 for the others by default")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--targets", choices=tuple(TARGETS), default="attn-ff")
@@ -36,6 +36,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--peaks", type=int, default=0, help="also print this many of the highest peaks by block")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
+    options.resolution = options.resolution or usual_resolution(options.model)
     for name in ("inputs_in_ram", "optimizer_in_ram", "chunks"):
         if getattr(options, name) is None:
             setattr(options, name, options.residency == "streamed")
@@ -51,10 +52,19 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         job = full_size_job(pack, options.model, options, Path(folder))
-        result = measure(pack, job, options)
+        try:
+            result = measure(pack, job, options)
+        except pack.lowvram_lora.errors.LowVramLoraError as refused:
+            print(refused, file=sys.stderr)
+            return 1
         result["seconds"] = round(time.perf_counter() - began, 1)
     print(json.dumps(result) if options.json else "\n".join(f"{name:18} {value}" for name, value in result.items()))
     return 0
+
+
+def usual_resolution(model: str) -> int:
+    """Return the pixels a side that ``model`` was made for."""
+    return 512 if model == "sd15" else 1024
 
 
 def full_size_job(pack: Any, family: str, options: argparse.Namespace, folder: Path) -> Any:

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lowvram_lora.errors import LowVramLoraError
 from lowvram_lora.fakes import FakeNetwork, FakeWeights, LateTransfers
 from lowvram_lora.memory import ring
 from lowvram_lora.memory.facts import ALIGNMENT, aligned
@@ -135,7 +134,9 @@ def with_streaming(
         for number in range(passes):
             source.begin()
             found.append(one_pass(network, number))
-        assert source.counts.num_bytes + source.resident_bytes == transfers.num_bytes
+        spare = source.counts.num_bytes + source.resident_bytes - transfers.num_bytes
+        # Each resident tensor begins at a multiple of 256 bytes.
+        assert 0 <= spare < 256 * 2 * max(len(setting.resident), 1)
         assert source.counts.ring_bytes <= setting.ring_bytes
     return found
 
@@ -241,9 +242,13 @@ def test_from_the_second_pass_on_copies_start_before_they_are_asked_for() -> Non
     assert {number for number, _ in late} == {0}
 
 
-def test_a_ring_smaller_than_a_layer_is_refused_by_name() -> None:
-    with pytest.raises(LowVramLoraError, match=r"first.*1024 bytes.*768 bytes"):
-        Streamed(FakeWeights(), LateTransfers(), Net(), Setting(ring_bytes=768))
+def test_a_layer_that_nobody_foresaw_and_no_ring_holds_is_fetched_the_hosts_way() -> None:
+    model = Net()
+    with Streamed(FakeWeights(), LateTransfers(), model, Setting(ring_bytes=768)) as source:
+        source.begin()
+        with source.fetch(model.first, torch.empty(0)) as weights:
+            assert torch.equal(weights.weight, model.first.weight)
+        assert source.counts.copies == 0
 
 
 class Buffers(LateTransfers):
@@ -270,9 +275,10 @@ def test_device_memory_is_the_ring_and_what_is_resident_and_nothing_is_left() ->
     model, transfers = Convolutions(), Buffers()
     setting = Setting(resident=frozenset({"blocks.0.2"}), ring_bytes=2 * largest(model))
     with_streaming(model, setting, transfers)
-    assert sorted(transfers.sizes) == sorted([setting.ring_bytes, 6 * 4 * 4, 4 * 4])
+    # Resident weights share one piece of memory, each at an address of its own alignment.
+    assert sorted(transfers.sizes) == sorted([setting.ring_bytes, aligned(6 * 4 * 4) + aligned(4 * 4)])
     assert all(offset % ALIGNMENT == 0 for offset in transfers.offsets)
-    assert [ref() for ref in transfers.given] == [None] * 3
+    assert [ref() for ref in transfers.given] == [None] * 2
 
 
 class Stop(BaseException):
@@ -413,7 +419,7 @@ def test_a_quantised_base_goes_through_the_ring_as_it_is_stored(resident: frozen
             source.begin()
             found.append(one_pass(model, number))
             counts.append(source.counts.copies)
-        assert source.resident_bytes == len(resident) * (256 + 64)
+        assert source.resident_bytes == len(resident) * unit
     assert_same(found, without_streaming(model))
     # A block is copied once for recompute and backward, though what is made of it is thrown away after each use.
     assert counts[2] - counts[1] <= 2 * (4 * 3 - len(resident))
@@ -424,7 +430,7 @@ def test_resident_weights_that_are_smaller_in_the_dtype_in_use_stay_in_that() ->
     everything = frozenset(path for path, _ in matrices(model))
     with streaming(model, Setting(resident=everything)) as source:
         found = [one_pass(model, number, torch.bfloat16) for number in range(2)]
-        assert source.resident_bytes == len(everything) * UNIT // 2
+        assert source.resident_bytes == len(everything) * UNIT
         with source.fetch(model.blocks[0].a, torch.empty(0, dtype=torch.bfloat16)) as (weight, _, stable):
             assert stable and weight.dtype == torch.bfloat16
         # Another dtype than before is made from what is in RAM.

@@ -300,10 +300,10 @@ def test_memory_in_words(job: Job) -> None:
 def test_the_report_says_how_it_went_and_that_there_was_no_vram_to_plan(job: Job) -> None:
     config = replace(job.config, vram_budget_gb=4.0)
     started, *_, finished = run(replace(job, config=config))
-    text = describe_run(finished.record, finished.path, config, "", started.notes, reused=False)
+    text = describe_run(finished.record, finished.path, "", started.notes, reused=False)
     assert "vram_budget_gb = 4 is ignored" in text and "computes in RAM" in text
     assert f"Trained {config.steps} steps" in text and str(finished.path) in text
-    reused = describe_run(finished.record, finished.path, config, "", (), reused=True)
+    reused = describe_run(finished.record, finished.path, "", (), reused=True)
     assert reused.startswith("Nothing changed")
 
 

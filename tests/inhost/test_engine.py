@@ -27,6 +27,7 @@ from lowvram_lora.memory.setting import Setting
 from lowvram_lora.training import loop
 from lowvram_lora.training import run as run_module
 from lowvram_lora.training.attached import Engine, attached
+from lowvram_lora.training.estimate import payload_bytes
 from lowvram_lora.training.optim import build_optimizer, build_schedule
 from lowvram_lora.training.prepare import Prepared, samples_of
 from lowvram_lora.training.run import run
@@ -178,7 +179,8 @@ def test_copies_and_bytes_of_each_step_are_what_the_plan_says(
     (prepared,) = made
     assert prepared.plan is not None
     ring_bytes, passes = prepared.setting.ring_bytes, num_passes(prepared.plan.facts, prepared.setting.micro_batch)
-    assert ring_bytes > 0 and max(device.given) == ring_bytes
+    # Nothing is taken but the ring and the memory of what is resident.
+    assert ring_bytes > 0 and ring_bytes in device.given and len(device.given) <= 2
     # What is resident is copied before the first pass.
     stored = [denoiser.weights.payload(denoiser.network.get_submodule(path)) for path in prepared.setting.resident]
     foreseen = [(len(stored), sum(tensor.nbytes for payload in stored for tensor in payload)), *prepared.copies]
@@ -204,8 +206,8 @@ def test_a_run_gives_its_device_and_the_network_back(
     jobs.forced(monkeypatch, setting)
     events = run(jobs.on_device(jobs.family_job(tmp_path, denoiser, "sd3", steps=3), device))
     next(event for event in events if isinstance(event, Stepped))
-    stored = [tensor.nbytes for path in resident for tensor in payloads[path]]
-    assert sorted(device.given) == sorted([setting.ring_bytes, *stored])
+    stored = sum(payload_bytes(payloads[path]) for path in resident)
+    assert sorted(device.given) == sorted([setting.ring_bytes, stored])
     assert sorted(device.alive) == sorted(device.given)
     assert host_state(denoiser._patcher) != before
     del events
