@@ -19,7 +19,7 @@ from lowvram_lora.config import DataConfig, LoraConfig, OptimConfig, SamplerConf
 from lowvram_lora.data.batches import BatchRecipe
 from lowvram_lora.data.cache import build
 from lowvram_lora.data.scan import scan
-from lowvram_lora.errors import ConfigError, PathError, PreflightError, UnsupportedModelError
+from lowvram_lora.errors import BudgetError, ConfigError, PathError, PreflightError, UnsupportedModelError
 from lowvram_lora.events import Finished, Saved, Started, Stepped
 from lowvram_lora.memory.meter import HISTORY_LENGTH, PHASES, Meter
 from lowvram_lora.memory.summary import describe_memory, efficiency
@@ -366,3 +366,40 @@ def test_a_network_out_of_reach_of_the_adapters_is_an_error(job: Job, monkeypatc
     )
     with pytest.raises(UnsupportedModelError, match="No gradient"):
         list(run(job))
+
+
+def test_a_layer_that_no_step_reads_does_not_stop_a_planned_run(job: Job) -> None:
+    """Image models carry layers for inputs that training never gives."""
+    expected = [event.loss for event in run(job) if isinstance(event, Stepped)]
+    denoiser = fakes.FakeDenoiser()
+    denoiser.network.add_module("unused", torch.nn.Linear(512, 512).requires_grad_(False))
+    planned = replace(
+        job,
+        denoiser=denoiser,
+        hardware=fakes.FakeHardware(available_bytes=1 << 34, total_bytes=1 << 34),
+        transfers=lambda _: fakes.LateTransfers(),
+        store=RunStore(job.store.root / "planned"),
+    )
+    assert [event.loss for event in run(planned) if isinstance(event, Stepped)] == expected
+
+
+def test_a_lossy_run_says_so_in_report_and_file_and_is_not_taken_for_a_lossless_one(job: Job) -> None:
+    def planned(free: int, allow_lossy: bool) -> Job:
+        return replace(
+            job,
+            config=replace(job.config, allow_lossy=allow_lossy),
+            hardware=fakes.FakeHardware(available_bytes=free, total_bytes=1 << 34),
+            transfers=lambda _: fakes.LateTransfers(),
+        )
+
+    with pytest.raises(BudgetError) as refused:
+        list(run(planned(1 << 20, allow_lossy=False)))
+    assert refused.value.needed is not None
+    *_, lossy = run(planned(refused.value.needed - 1, allow_lossy=True))
+    comment = lossy.record.metadata["ss_training_comment"]
+    assert comment.startswith("lossy: ")
+    assert comment in describe_run(lossy.record, lossy.path, "", (), reused=False)
+    *_, lossless = run(planned(1 << 34, allow_lossy=True))
+    assert not lossless.reused and lossless.record.fingerprint != lossy.record.fingerprint
+    *_, again = run(planned(refused.value.needed - 1, allow_lossy=True))
+    assert again.reused

@@ -185,9 +185,11 @@ def test_a_seed_repeats_a_run_bit_for_bit(denoiser: Any, tmp_path: Path, precisi
 
 
 def test_recompute_does_not_change_the_numbers(denoiser: Any, tmp_path: Path) -> None:
-    on = finish(jobs.job(tmp_path / "on", denoiser, recompute=True))
-    off = finish(jobs.job(tmp_path / "off", denoiser, recompute=False))
-    assert on.record.losses == pytest.approx(off.record.losses, rel=1e-5)
+    on = finish(jobs.job(tmp_path / "on", denoiser, recompute=True, batch_size=2, steps=4))
+    off = finish(jobs.job(tmp_path / "off", denoiser, recompute=False, batch_size=2, steps=4))
+    # To the last bit: whichever way a block runs, its gradients are summed in one order.
+    assert on.record.losses == off.record.losses
+    assert all(torch.equal(tensor, off.record.lora[name]) for name, tensor in on.record.lora.items())
 
 
 def test_accumulation_weighs_every_sample_the_same(denoiser: Any, tmp_path: Path, monkeypatch: Any) -> None:
