@@ -11,8 +11,8 @@ import torch
 class Setting:
     """One way to run a training step.
 
-    Nothing here but the two dtypes changes what is trained. Micro-batches and parts of feed-forwards change the order of
-    sums, all else not one bit.
+    Nothing here but the two dtypes changes what is trained. Micro-batches and parts of feed-forwards change the order
+    of sums, all else not one bit.
 
     Attributes:
         resident: paths of the layers whose weights stay on the device, as our own copies.
