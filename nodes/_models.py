@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from types import CodeType, FunctionType
 from typing import Any
 
 import comfy.ldm.modules.attention
@@ -27,6 +26,7 @@ from ..lowvram_lora.ports import Encoding
 from ._conditioning import grouped, stacked
 from ._digest import describe, digest, patcher_digest
 from ._host import load_model
+from ._kernels import kernel_problems
 from ._weights import LayerWeights, stored, unreadable
 
 
@@ -172,7 +172,7 @@ class HostDenoiser:
             *self._schedule_problems(),
             *self._patch_problems(),
             *self._weight_problems(),
-            *_kernel_problems(self.network),
+            *kernel_problems(self.network),
         ]
 
     def _shape_problems(self, latent_shapes: Sequence[tuple[int, ...]]) -> list[str]:
@@ -383,30 +383,6 @@ def _quantised_digest(patcher: Any) -> str:
 def _indexable(tensor: Tensor) -> Tensor:
     """Return ``tensor``, or its bytes where torch can't pick numbers of its type (float8)."""
     return tensor.reshape(-1).view(torch.uint8) if tensor.element_size() == 1 else tensor
-
-
-# Fused kernels of newer hosts that autograd has no formula for; most networks do without them while they train.
-_NO_GRADIENT = "rms_rope_split_half"
-
-
-def _kernel_problems(network: nn.Module) -> list[str]:
-    """Return whether the network's own code calls a kernel without a gradient, in training as well."""
-    kinds = {kind for module in network.modules() for kind in type(module).__mro__}
-    functions = ((kind, item) for kind in kinds for item in vars(kind).values() if isinstance(item, FunctionType))
-    calling = ((kind, set(_names_in(function.__code__))) for kind, function in functions)
-    found = sorted(kind.__module__ for kind, names in calling if _NO_GRADIENT in names and "in_training" not in names)
-    return [
-        f"ComfyUI computes this model's attention with a kernel ({_NO_GRADIENT}, in {where}) that has no gradient, so "
-        "this version of ComfyUI can't train it. Use a version that trains without it, such as 0.3.75."
-        for where in found[:1]
-    ]
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
 
 
 def with_lora(model: Any, lora: dict[str, Tensor]) -> Any:

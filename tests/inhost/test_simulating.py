@@ -149,6 +149,6 @@ def test_cosmos_predict2_is_refused_exactly_where_its_kernel_has_no_gradient(pac
 
     with torch.device(META):
         layer = predict2.Attention(32, n_heads=2, head_dim=16, operations=comfy.ops.disable_weight_init)
-    problems = pack.nodes._models._kernel_problems(layer)
+    problems = pack.nodes._models.kernel_problems(layer)
     assert len(problems) == int(hasattr(comfy.ops, "CastBiasWeightContext"))
     assert all("comfy.ldm.cosmos.predict2" in problem for problem in problems)
