@@ -81,12 +81,19 @@ def install_pack(base: Path, folder_name: str) -> None:
 
 
 def offer_checkpoint(base: Path, file: Path) -> None:
-    """Make one file a checkpoint of ComfyUI: as a link, or as a copy where links are not allowed.
+    """Make one file a checkpoint of ComfyUI."""
+    offer(base / "models" / "checkpoints", file)
 
-    Its folder as a search path would do the same, but ComfyUI walks through all that is below such a folder.
+
+def offer(folder: Path, file: Path) -> None:
+    """Make one file appear in a folder of models: as a link, or as a copy where links are not allowed.
+
+    Its own folder as a search path would do the same, but ComfyUI walks through all that is below such a folder.
     """
-    place = base / "models" / "checkpoints" / file.name
+    place = folder / file.name
     place.parent.mkdir(parents=True, exist_ok=True)
+    if place.exists():
+        return
     try:
         place.symlink_to(file.resolve())
     except OSError:
