@@ -9,6 +9,9 @@ from types import ModuleType
 
 import pytest
 
+# Before the host is on the path: it has a package of this name, too.
+import tests.toyworld  # noqa: F401
+
 ROOT = Path(__file__).resolve().parents[2]
 HOST = Path(os.environ["LOWVRAM_HOST"])
 

@@ -7,6 +7,7 @@ its hue.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -103,9 +104,24 @@ def pair(rng: np.random.Generator, words: Words = Words()) -> Scene:
     return Scene((one, two), where, _pick(rng, tuple(BACKGROUNDS)), words.style)
 
 
-def scenes(rng: np.random.Generator, count: int, words: Words = Words(), pairs: float = 0.6) -> list[Scene]:
-    """Return ``count`` scenes by chance, a share ``pairs`` of them with two things."""
-    return [pair(rng, words) if rng.random() < pairs else single(rng, words) for _ in range(count)]
+def scenes(
+    rng: np.random.Generator, count: int, words: Words = Words(), pairs: float = 0.6, unseen: bool = False
+) -> list[Scene]:
+    """Return ``count`` scenes by chance, a share ``pairs`` of them with two things.
+
+    With ``unseen``, only scenes whose captions no training ever sees; without, only the others.
+    """
+    chosen: list[Scene] = []
+    while len(chosen) < count:
+        scene = pair(rng, words) if rng.random() < pairs else single(rng, words)
+        if is_unseen(scene.caption()) == unseen:
+            chosen.append(scene)
+    return chosen
+
+
+def is_unseen(caption: str) -> bool:
+    """Whether a caption is kept for tests: one in eight, by its checksum, so that every script agrees."""
+    return zlib.crc32(caption.encode()) % 8 == 0
 
 
 def _thing(rng: np.random.Generator, words: Words, centre: tuple[int, int]) -> Thing:

@@ -26,6 +26,8 @@ AREA_RANGE = (0.4, 2.2)
 PLACE_TOLERANCE = 7.0
 """Pixels along x and along y from the centre that the place names; the places lie 14 apart."""
 RELATION_MARGIN = 8.0
+LEAST_AREA = 24
+"""Pixels; the smallest thing of the world has 150."""
 LEAST_OVERLAP = 0.6
 """Intersection over union with the best outline, below which nothing is drawn that has a shape."""
 LEAST_PATTERN = 0.5
@@ -68,7 +70,7 @@ def scored(pictures: Sequence[np.ndarray], wanted: Sequence[Scene]) -> Score:
 
 
 def find(picture: np.ndarray, colour: str) -> np.ndarray:
-    """Return the largest connected area of a colour: bool, ``[64, 64]``; all False if there is none."""
+    """Return the largest connected area of a colour: bool, ``[64, 64]``; all False if there is none to speak of."""
     hue, saturation, value = _hsv(picture)
     off = np.abs((hue - scenes.COLOURS[colour] + 180) % 360 - 180)
     painted = (off < HUE_TOLERANCE) & (saturation > LEAST_SATURATION) & (value > LEAST_VALUE)
@@ -76,12 +78,13 @@ def find(picture: np.ndarray, colour: str) -> np.ndarray:
     if not count:
         return painted
     sizes = np.bincount(pieces.ravel())[1:]
-    return np.asarray(pieces == 1 + int(sizes.argmax()))
+    largest = np.asarray(pieces == 1 + int(sizes.argmax()))
+    return largest if largest.sum() >= LEAST_AREA else np.zeros_like(largest)
 
 
 def shape_of(area: np.ndarray) -> str:
     """Return the shape whose outline, as large as the area and on its centre, covers it best; "" if none does."""
-    if area.sum() < 20:
+    if not area.any():
         return ""
     overlaps = {shape: _overlap(area, shape) for shape in EVERY_SHAPE}
     best = max(overlaps, key=lambda shape: overlaps[shape])
