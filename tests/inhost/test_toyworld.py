@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.toyworld import base, draw, exam, scenes, score, studio, words
+from tests.toyworld import base, draw, exam, scenes, score, studio
 
 ABOUT = json.loads((base.FOLDER / "about.json").read_text(encoding="utf-8"))
 CAPTIONS = ["a red striped circle above a small blue square on white", "a large star in the middle on sand", ""]
@@ -38,11 +38,10 @@ def test_the_host_loads_the_base_as_stable_diffusion_3(opened: studio.Studio) ->
 
 
 def test_the_text_encoder_has_the_closed_form_that_the_base_was_trained_on(opened: studio.Studio) -> None:
-    [[context, extra]] = opened.conditioning(CAPTIONS)
-    expected, pooled = words.Table().encode(words.Tokens().ids(CAPTIONS))
-    assert torch.equal(context[..., : words.WIDTH], expected)
-    assert not context[..., words.WIDTH :].any()
-    torch.testing.assert_close(extra["pooled_output"][:, : words.WIDTH], pooled, atol=1e-5, rtol=0)
+    [[context, extra]] = opened.conditioning_by_clip(CAPTIONS)
+    [[expected, more]] = opened.conditioning(CAPTIONS)
+    assert torch.equal(context, expected)
+    torch.testing.assert_close(extra["pooled_output"], more["pooled_output"], atol=1e-5, rtol=0)
 
 
 def test_latents_as_the_network_sees_them_are_normal(opened: studio.Studio) -> None:
