@@ -78,7 +78,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, help=f"default: {lesson.STEPS}, with --checkpoint {USUAL_STEPS}")
     parser.add_argument("--resolution", type=int, help=f"default: {scenes.SIDE}, with --checkpoint {USUAL_PX}")
-    parser.add_argument("--caption", help="what else is drawn; default: a photo of a cat, from your own")
+    parser.add_argument("--caption", help="draw this as well; default with your own files: a photo of a cat")
     options = parser.parse_args(arguments)
     for name in ("checkpoint", "dataset"):
         path = getattr(options, name)
