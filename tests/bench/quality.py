@@ -1,0 +1,185 @@
+"""What a LoRA is worth, by what the host draws with it: our trainer against the host's own and a plain PEFT loop.
+
+All learn a shape that the base model can't draw, from the same pictures, and see as many of them, each at the rate that
+one sweep, the same for all, found for it on another shape. Ours and the plain loop take steps of 4 pictures, which is
+what their users do. The host's node takes steps of 1, since its batches are at fault, and so 4 times as many steps; as
+that may help it, ours is run with steps of 1 as well. Arithmetic is float32 everywhere. Marks: see
+tests/toyworld/judge.py; what they must show: tests/toyworld/verdict.py. Seconds are reported and not judged: ours_on
+runs on a played device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+
+from tests.bench import _full_size
+from tests.toyworld import judge, native, reference, studio, task, trainers, verdict
+
+CONCEPT, SWEEP_CONCEPT = "star", "heart"
+SEEDS = (0, 1, 2)
+GRID = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+RATES = {"ours": 2e-3, "ours_one": 2e-3, "reference": 2e-3, "native": 2e-3}
+"""What `python3 dev.py bench quality --sweep` found."""
+SHAPE_FLOOR = 0.0
+
+Progress = Callable[[str], None]
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(prog="dev.py bench quality", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one seed, at the rates that an earlier sweep found")
+    parser.add_argument("--sweep", action="store_true", help="only look for the rates")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Judge, print the marks, and return 1 if they do not show what they must."""
+    options = parse(arguments)
+    began = time.perf_counter()
+    # Tensors are tiny: two threads wait for each other longer than they compute.
+    torch.set_num_threads(1)
+    pack = _full_size.enter_host()
+    import comfy.utils
+
+    comfy.utils.set_progress_bar_enabled(False)
+    said = partial(print, file=sys.stderr, flush=True)
+    bench = Bench(pack, studio.open_studio(), said)
+    rates = RATES
+    result: dict[str, Any] = {}
+    if not options.quick:
+        result["sweep"] = bench.sweep(SWEEP_CONCEPT, GRID)
+        rates = {name: found["rate"] for name, found in result["sweep"].items()}
+    if not options.sweep:
+        result |= bench.judged(CONCEPT, SEEDS[:1] if options.quick else SEEDS, rates)
+    result["seconds"] = round(time.perf_counter() - began, 1)
+    print(json.dumps(result) if options.json else table(result))
+    return 1 if result.get("problems") else 0
+
+
+class Bench:
+    """Runs trainers and marks what they give.
+
+    Args:
+        say: takes a line of progress.
+        samples: pictures that each trainer sees.
+        count: captions of each kind that are drawn.
+    """
+
+    def __init__(
+        self, pack: Any, opened: studio.Studio, say: Progress, samples: int = task.SAMPLES, count: int = judge.COUNT
+    ) -> None:
+        self._pack, self._studio, self._say = pack, opened, say
+        self._samples, self._count = samples, count
+        self.trainers: dict[str, task.Trainer] = {
+            "ours_on": partial(trainers.ours_on, pack),
+            "ours_off": partial(trainers.ours_off, pack),
+            "ours_one": partial(trainers.ours_off, pack, batch=1),
+            "reference": reference.train,
+            "native": native.train,
+        }
+
+    def sweep(self, concept: str, grid: Sequence[float]) -> dict[str, Any]:
+        """Return for each trainer the rate that is worth most, and what each was worth. Ours is the same on and off."""
+        asked, marking = self._asked(concept)
+        found: dict[str, Any] = {}
+        for name, trainer in (("ours", "ours_off"), *((name, name) for name in ("ours_one", "reference", "native"))):
+            marks = {rate: marking.marks(self.trainers[trainer](asked, rate, 0).lora) for rate in grid}
+            worths = {rate: worth(mark) for rate, mark in marks.items()}
+            best = max(grid, key=lambda rate: worths[rate])
+            found[name] = {"rate": best, "marks": {f"{rate:g}": asdict(mark) for rate, mark in marks.items()}}
+            self._say(
+                f"sweep on {concept}: {name} {best:g} of " + ", ".join(f"{r:g} {w:.2f}" for r, w in worths.items())
+            )
+        return found
+
+    def judged(self, concept: str, seeds: Sequence[int], rates: dict[str, float]) -> dict[str, Any]:
+        """Return the marks of every trainer on ``concept``, and what they fail to show."""
+        asked, marking = self._asked(concept)
+        # One seed is for a quick answer: ours_one is only there to explain a difference.
+        names = [name for name in self.trainers if name != "ours_one" or len(seeds) > 1]
+        measures: dict[str, dict[str, list[float]]] = {name: {} for name in names}
+        distances, differing = [], []
+        for seed in seeds:
+            taught: dict[str, task.Taught] = {}
+            for name in names:
+                taught[name] = self.trainers[name](asked, rates.get(name, rates["ours"]), seed)
+                marks = asdict(marking.marks(taught[name].lora))
+                for measure, value in {**marks, "step_s": taught[name].step_s}.items():
+                    measures[name].setdefault(measure, []).append(value)
+                self._say(f"seed {seed}: {name} " + " ".join(f"{key} {value:.3f}" for key, value in marks.items()))
+            distances.append(trainers.loss_distance(taught["ours_on"], taught["ours_off"]))
+            exact = trainers.ours_exact(self._pack, asked, rates["ours"], seed)
+            differing += trainers.differing(exact, taught["ours_off"])
+        device_bytes = self._bytes(asked)
+        found = [
+            *verdict.heavier(device_bytes),
+            *verdict.unequal(differing, max(distances)),
+            *verdict.problems(measures),
+            *verdict.below_floor(measures["ours_on"]["shape"], SHAPE_FLOOR),
+        ]
+        return {
+            "concept": concept,
+            "samples": asked.samples,
+            "seeds": list(seeds),
+            "rates": rates,
+            "base": asdict(marking.base_marks()),
+            "trainers": {
+                name: {measure: verdict.summary(values) for measure, values in each.items()}
+                for name, each in measures.items()
+            },
+            "device_bytes": device_bytes,
+            "exact_differing": differing,
+            "on_off_loss_distance": max(distances),
+            "problems": found,
+        }
+
+    def _asked(self, concept: str) -> tuple[task.Task, judge.Judge]:
+        asked = task.task(self._studio, concept, self._samples)
+        return asked, judge.judge(self._studio, concept, self._count)
+
+    def _bytes(self, asked: task.Task) -> dict[str, int | None]:
+        """Return the device bytes of a step: ours simulated, the plain loop's counted, the host's not known."""
+        return {
+            "ours_on": trainers.device_bytes(self._pack, asked, trainers.everything),
+            "ours_off": trainers.device_bytes(self._pack, asked, trainers.nothing),
+            "ours_one": trainers.device_bytes(self._pack, asked, trainers.nothing, batch=1),
+            "reference": reference.live_bytes(asked),
+            "native": None,
+        }
+
+
+def worth(marks: judge.Marks) -> float:
+    """Return what a sweep looks for: the new shape is drawn, the rest of its captions too, and nothing is forgotten."""
+    return marks.shape + marks.strict - marks.drift
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the result as lines."""
+    lines = [f"rate of {name:10} {found['rate']:g}" for name, found in result.get("sweep", {}).items()]
+    if "trainers" in result:
+        names = ("loss", "shape", "strict", "drift", "step_s")
+        lines.append(f"{result['concept']:10}" + "".join(f"{name:>18}" for name in names) + f"{'device KiB':>12}")
+        lines.append(f"{'base':10}" + "".join(f"{result['base'][name]:12.4f}      " for name in names[:-1]))
+        for trainer, each in result["trainers"].items():
+            cells = (f"{each[name]['mean']:10.4f} ±{each[name]['spread']:6.4f}" for name in names)
+            num_bytes = result["device_bytes"][trainer]
+            lines.append(f"{trainer:10}" + "".join(cells) + f"{num_bytes >> 10 if num_bytes else 'not known':>12}")
+        lines.append(f"exact techniques change {len(result['exact_differing'])} tensors")
+        lines.append(f"all techniques change a step's loss by {result['on_off_loss_distance']:.1e} at most")
+        lines += result["problems"] or ["Everything that must hold holds."]
+    return "\n".join([*lines, f"{result['seconds']:.0f} s"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

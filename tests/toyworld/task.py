@@ -1,0 +1,68 @@
+"""What the judge gives every trainer, and what it takes from each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import base, draw, scenes
+from .studio import Studio
+
+RANK, ALPHA = 16, 8.0
+TARGETS = "attention + feed-forward"
+PICTURES, PICTURES_SEED = 24, 21
+BATCH = 4
+SAMPLES = 800
+"""Pictures that each trainer sees, in batches of whatever size: 200 steps of 4, or 800 of 1."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """The same pictures for every trainer, as the host's own VAE and CLIP give them.
+
+    Attributes:
+        latents: unscaled, ``[N, 16, 8, 8]``.
+        texts: the host's CONDITIONING of each picture's caption.
+        samples: pictures to see in all.
+    """
+
+    latents: torch.Tensor
+    texts: Sequence[Any]
+    samples: int = SAMPLES
+
+
+@dataclass(frozen=True)
+class Taught:
+    """What a training gave.
+
+    Attributes:
+        lora: as the host's own loader takes it.
+        losses: of each step; what is averaged differs between trainers.
+        step_s: median seconds of a step.
+    """
+
+    lora: dict[str, torch.Tensor]
+    losses: tuple[float, ...]
+    step_s: float
+
+
+Trainer = Callable[[Task, float, int], Taught]
+"""Takes a task, a learning rate and a seed."""
+
+
+def fresh_model() -> Any:
+    """Return the base as a MODEL of its own: what a trainer leaves on it reaches nobody else."""
+    import comfy.sd
+
+    return comfy.sd.load_diffusion_model(str(base.FOLDER / base.MODEL))
+
+
+def task(studio: Studio, concept: str, samples: int = SAMPLES) -> Task:
+    """Return the task of learning ``concept``, a shape that the base can't draw."""
+    wanted = scenes.scenes(np.random.default_rng(PICTURES_SEED), PICTURES, scenes.Words(shapes=(concept,)), pairs=0)
+    texts = [studio.conditioning_by_clip([scene.caption()]) for scene in wanted]
+    return Task(studio.encode([draw.picture(scene) for scene in wanted]).clone(), texts, samples)

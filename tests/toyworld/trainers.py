@@ -1,0 +1,162 @@
+"""Our trainer as the judge runs it: with every lossless memory technique, with those that are exact, with none.
+
+The techniques run through ``LateTransfers``: a device that RAM plays, whose copies are made when they are waited for
+and whose memory is NaN whenever nobody may read it. What is trained is what a card would train; the seconds are not a
+card's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from lowvram_lora.adapters.targets import select
+from lowvram_lora.config import LoraConfig, OptimConfig, SamplerConfig, TrainConfig
+from lowvram_lora.data import store
+from lowvram_lora.data.batches import BatchRecipe
+from lowvram_lora.data.cache import LATENTS, STRUCTURE, CacheEntry, CacheIndex
+from lowvram_lora.data.encodings import pack
+from lowvram_lora.events import Finished, Stepped
+from lowvram_lora.fakes import FakeCancel, FakeHardware, LateTransfers
+from lowvram_lora.memory.frozen import matrices
+from lowvram_lora.memory.recompute import find_blocks
+from lowvram_lora.memory.setting import Setting
+from lowvram_lora.training import estimate, loop, prepare
+from lowvram_lora.training import run as run_module
+from lowvram_lora.training.attached import Engine
+from lowvram_lora.training.job import Job
+from lowvram_lora.training.record import RunStore
+
+from .task import ALPHA, BATCH, RANK, TARGETS, Task, Taught, fresh_model
+
+EAGER = partial(Engine, worth_moving_bytes=0, part_rows=24)
+"""Tensors of the toy world are small: without this, inputs would stay and feed-forwards would be one part."""
+
+
+def exact(denoiser: Any) -> Setting:
+    """Return the setting with every technique that may not change one bit."""
+    return Setting(
+        ring_bytes=estimate.smallest_ring(denoiser),
+        inputs_in_ram=True,
+        optimizer_in_ram=True,
+        keep_convolutions=False,
+    )
+
+
+def everything(denoiser: Any) -> Setting:
+    """Return the setting with every lossless technique; two of them change the order of sums."""
+    return replace(exact(denoiser), micro_batch=BATCH // 2, chunked=frozenset(find_blocks(denoiser.network)))
+
+
+def nothing(denoiser: Any) -> Setting:
+    """Return the setting of a network that fits: all weights resident, all activations kept."""
+    resident = frozenset(path for path, _ in matrices(denoiser.network))
+    return Setting(resident=resident, kept=frozenset(find_blocks(denoiser.network)))
+
+
+def ours_on(host_pack: Any, task: Task, rate: float, seed: int) -> Taught:
+    """Train with every lossless technique on."""
+    return _trained(host_pack, task, rate, seed, everything)
+
+
+def ours_exact(host_pack: Any, task: Task, rate: float, seed: int) -> Taught:
+    """Train with every technique on that is exact."""
+    return _trained(host_pack, task, rate, seed, exact)
+
+
+def ours_off(host_pack: Any, task: Task, rate: float, seed: int, batch: int = BATCH) -> Taught:
+    """Train as on a host that computes where the weights are, without recompute."""
+    return _trained(host_pack, task, rate, seed, None, batch)
+
+
+def _trained(host_pack: Any, task: Task, rate: float, seed: int, technique: Any, batch: int = BATCH) -> Taught:
+    with tempfile.TemporaryDirectory() as folder, host_pack.nodes._host.outside_inference_mode():
+        job = job_of(host_pack, task, rate, seed, Path(folder), batch)
+        seconds, finished = [], None
+        with _techniques(technique and technique(job.denoiser)):
+            job = job if technique is None else replace(job, transfers=lambda staging_bytes: LateTransfers())
+            for event in run_module.run(job):
+                if isinstance(event, Stepped):
+                    seconds.append(event.seconds_per_step)
+                if isinstance(event, Finished):
+                    finished = event
+        assert finished is not None
+        return Taught(finished.record.lora, finished.record.losses, statistics.median(seconds))
+
+
+@contextmanager
+def _techniques(setting: Setting | None) -> Iterator[None]:
+    """Let runs go as ``setting`` says, whatever would have been planned; None leaves them alone."""
+    if setting is None:
+        yield
+        return
+    planned = run_module.prepare
+
+    def forced(*args: Any) -> Any:
+        return replace(planned(*args), setting=setting)
+
+    with mock.patch.object(run_module, "prepare", forced), mock.patch.object(loop, "Engine", EAGER):
+        yield
+
+
+def job_of(host_pack: Any, task: Task, rate: float, seed: int, folder: Path, batch: int = BATCH) -> Job:
+    """Return the task as a job of ours in float32 whose files all go under ``folder``."""
+    return Job(
+        denoiser=host_pack.nodes._models.HostDenoiser(fresh_model()),
+        recipe=BatchRecipe(_cache(task, folder / "cache"), SamplerConfig(batch_size=batch, seed=seed)),
+        config=TrainConfig(
+            steps=task.samples // batch,
+            seed=seed,
+            precision="fp32",
+            recompute=False,
+            lora=LoraConfig(rank=RANK, alpha=ALPHA, targets=TARGETS),
+            optim=OptimConfig(learning_rate=rate),
+        ),
+        hardware=FakeHardware(),
+        cancel=FakeCancel(),
+        loras_root=folder / "loras",
+        store=RunStore(folder / "runs"),
+    )
+
+
+def _cache(task: Task, folder: Path) -> CacheIndex:
+    entries = []
+    for number, (latents, text) in enumerate(zip(task.latents, task.texts, strict=True)):
+        picture, caption = f"aa{number:02x}", f"bb{number:02x}"
+        encoding = pack(text)
+        store.write(store.path_of(folder, "latents", picture), {LATENTS: latents.contiguous()}, {})
+        store.write(store.path_of(folder, "text", caption), encoding.tensors, {STRUCTURE: encoding.structure})
+        entries.append(CacheEntry(f"scene {number}", picture, caption, tuple(latents.shape), 1))
+    return CacheIndex(folder, tuple(entries), 1 << 30, "bb00")
+
+
+def device_bytes(host_pack: Any, task: Task, technique: Any, batch: int = BATCH) -> int:
+    """Return the peak of one simulated step of the task, in device bytes."""
+    with tempfile.TemporaryDirectory() as folder, host_pack.nodes._host.outside_inference_mode():
+        job = job_of(host_pack, task, 1e-3, 0, Path(folder), batch)
+        layers = select(job.denoiser.network, job.config.lora.targets)
+        prepared = prepare.prepare(job, layers, "fp32", prepare.device_facts(job))
+        with mock.patch.object(estimate, "Engine", EAGER):
+            run = prepare.simulated(job, layers, replace(prepared, setting=technique(job.denoiser)))
+        return run.counter.peak
+
+
+def differing(ones: Taught, others: Taught) -> Sequence[str]:
+    """Return the names of tensors that are not the same bit for bit, and ``losses`` if those are not."""
+    names = [name for name, tensor in ones.lora.items() if not torch.equal(tensor, others.lora[name])]
+    return names if ones.losses == others.losses else ["losses", *names]
+
+
+def loss_distance(ones: Taught, others: Taught) -> float:
+    """Return the greatest relative difference between the losses of a step."""
+    pairs = zip(ones.losses, others.losses, strict=True)
+    return max(abs(one - other) / abs(other) for one, other in pairs)
