@@ -1,4 +1,4 @@
-"""Draw a scene: 64 by 64 pixels, edges smoothed by drawing four times as large."""
+"""Draw a scene at any size, edges smoothed by drawing four times as large."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ PAPER, INK = (22, 42, 110), 235
 Points = Sequence[tuple[float, float]]
 
 
-def picture(scene: Scene) -> np.ndarray:
-    """Return the scene as it should look: uint8, ``[64, 64, 3]``."""
-    canvas = np.empty((scenes.SIDE, scenes.SIDE, 3), np.float32)
+def picture(scene: Scene, side: int = scenes.SIDE) -> np.ndarray:
+    """Return the scene as it should look: uint8, ``[side, side, 3]``."""
+    canvas = np.empty((side, side, 3), np.float32)
     canvas[:] = scenes.BACKGROUNDS[scene.background]
     if scene.style == scenes.NEW_STYLE:
-        return _blueprint(scene)
+        return _blueprint(scene, side)
     for thing in scene.things:
-        cover = mask(thing.shape, thing.x, thing.y, scenes.SIZES[thing.size])[..., None]
-        canvas = canvas * (1 - cover) + paint(thing) * cover
+        covered = mask(thing.shape, thing.x, thing.y, scenes.SIZES[thing.size], side)[..., None]
+        canvas = canvas * (1 - covered) + paint(thing, side) * covered
     return canvas.round().astype(np.uint8)
 
 
-def mask(shape: str, x: float, y: float, radius: float) -> np.ndarray:
-    """Return how much of each pixel the shape covers: float32 in [0, 1], ``[64, 64]``.
+def mask(shape: str, x: float, y: float, radius: float, side: int = scenes.SIDE) -> np.ndarray:
+    """Return how much of each pixel the shape covers: float32 in [0, 1], ``[side, side]``.
 
     ``radius`` is that of the circle with the same area, so that shapes of one size are equally large.
     """
-    return cover(outlines(shape, radius), x, y)
+    return cover(outlines(shape, radius), x, y, side)
 
 
-def cover(shapes: Sequence[Points], x: float, y: float) -> np.ndarray:
-    """Return the pixels that the first outline covers without those of the others: float32, ``[64, 64]``."""
-    side = scenes.SIDE * FINE
-    fine = Image.new("L", (side, side))
+def cover(shapes: Sequence[Points], x: float, y: float, side: int = scenes.SIDE) -> np.ndarray:
+    """Return the pixels that the first outline covers without those of the others: float32, ``[side, side]``."""
+    fine = Image.new("L", (side * FINE, side * FINE))
     pen = ImageDraw.Draw(fine)
+    scale = FINE * side / scenes.WORLD
     for fill, points in zip((255, 0, 0), shapes, strict=False):
-        pen.polygon([((x + px) * FINE, (y + py) * FINE) for px, py in points], fill=fill)
+        pen.polygon([((x + px) * scale, (y + py) * scale) for px, py in points], fill=fill)
     small = fine.reduce(FINE)
     return np.asarray(small, np.float32) / 255
 
 
 def outlines(shape: str, radius: float) -> list[Points]:
-    """Return the shape's outlines round the origin, in pixels: the outer one, then its hole if it has one."""
+    """Return the shape's outlines round the origin: the outer one, then its hole if it has one."""
     if shape == "ring":
         # Inside half as wide as outside; the area that is left is that of the circle.
         outer = radius / math.sqrt(1 - 0.5**2)
@@ -63,10 +63,10 @@ def outlines(shape: str, radius: float) -> list[Points]:
     return [[((px - middle_x) * scale, (py - middle_y) * scale) for px, py in points]]
 
 
-def paint(thing: Thing) -> np.ndarray:
-    """Return the thing's colour at each pixel: float32 in [0, 255], ``[64, 64, 3]`` or ``[3]``."""
+def paint(thing: Thing, side: int = scenes.SIDE) -> np.ndarray:
+    """Return the thing's colour at each pixel: float32 in [0, 255], ``[side, side, 3]`` or ``[3]``."""
     bright, dark = (shade(thing.colour, value) for value in (0.95, 0.45))
-    pattern = pattern_of(thing.texture, thing.x, thing.y)
+    pattern = pattern_of(thing.texture, thing.x, thing.y, side)
     return bright if pattern is None else np.where(pattern[..., None], bright, dark)
 
 
@@ -75,10 +75,10 @@ def shade(colour: str, value: float) -> np.ndarray:
     return np.array(colorsys.hsv_to_rgb(scenes.COLOURS[colour] / 360, 0.9, value), np.float32) * 255
 
 
-def pattern_of(texture: str, x: float, y: float) -> np.ndarray | None:
-    """Return where a texture is bright, ``[64, 64]``; it lies fast on the thing's centre. Solid has none."""
-    rows, columns = np.mgrid[: scenes.SIDE, : scenes.SIDE].astype(np.float32)
-    across, down = columns + 0.5 - x, rows + 0.5 - y
+def pattern_of(texture: str, x: float, y: float, side: int = scenes.SIDE) -> np.ndarray | None:
+    """Return where a texture is bright, ``[side, side]``; it lies fast on the thing's centre. Solid has none."""
+    middles = (np.mgrid[:side, :side].astype(np.float32) + 0.5) * (scenes.WORLD / side)
+    across, down = middles[1] - x, middles[0] - y
     if texture == "striped":
         return np.floor((down + 1.5) / 3) % 2 == 0
     if texture == "dotted":
@@ -88,14 +88,14 @@ def pattern_of(texture: str, x: float, y: float) -> np.ndarray | None:
     return None
 
 
-def _blueprint(scene: Scene) -> np.ndarray:
+def _blueprint(scene: Scene, side: int) -> np.ndarray:
     """White outlines on dark blue, whatever the colours."""
-    canvas = np.empty((scenes.SIDE, scenes.SIDE, 3), np.float32)
+    canvas = np.empty((side, side, 3), np.float32)
     canvas[:] = PAPER
     for thing in scene.things:
         radius = scenes.SIZES[thing.size]
-        outer = mask(thing.shape, thing.x, thing.y, radius)
-        inner = mask(thing.shape, thing.x, thing.y, radius - 2.5)
+        outer = mask(thing.shape, thing.x, thing.y, radius, side)
+        inner = mask(thing.shape, thing.x, thing.y, radius - 2.5, side)
         line = (outer - np.minimum(inner, outer))[..., None]
         canvas = canvas * (1 - line) + np.float32(INK) * line
     return canvas.round().astype(np.uint8)

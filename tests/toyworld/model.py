@@ -23,8 +23,8 @@ from .vae import CHANNELS, Coder
 
 DEPTH = 2
 """Blocks; the host makes the network 64 times as wide."""
-POOL = 60_000
-STEPS, BATCH, PEAK_RATE = 4000, 256, 3e-3
+POOL = 36_000
+STEPS, BATCH, PEAK_RATE = 3200, 256, 2e-3
 DROPPED_CAPTIONS = 0.1
 SHIFT = 3.0
 """The host's shift of SD3's noise levels."""
@@ -71,7 +71,7 @@ def _start(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
 
 
 def data(folder: Path, coder: Coder, seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return latents, float16 ``[N, 16, 8, 8]``, and token ids, int32 ``[N, 77]``; made once and kept in ``folder``."""
+    """Return latents, float16 ``[N, 16, 12, 12]``, and token ids, int32 ``[N, 77]``; once made, kept in ``folder``."""
     file = folder / "latents.safetensors"
     if file.is_file():
         stored = load_file(file)
@@ -121,12 +121,9 @@ def train(folder: Path, coder: Coder, seed: int = 3) -> dict[str, torch.Tensor]:
     for step in run.steps(STEPS, keep):
         loss = flow_loss(net, *next(batches))
         loss.backward()
-        optimizer.step(cosine(step, STEPS, PEAK_RATE))
+        optimizer.step(cosine(step, STEPS, PEAK_RATE), share=0.5)
         _follow(average, weights, step)
-        run.curve.append((step, float(loss.detach())))
-        if step % 100 == 0:
-            recent = np.mean([value for _, value in run.curve[-100:]])
-            print(f"image network: step {step} of {STEPS}, loss {recent:.4f}", flush=True)
+        run.note(step, loss, "image network")
     return average
 
 

@@ -13,7 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-SIDE = 64
+WORLD = 64
+"""Side of a scene in units of the world, in which places and sizes are given."""
+SIDE = 96
+"""Side of its picture in pixels."""
 
 SHAPES = ("circle", "square", "triangle", "cross", "ring")
 NEW_SHAPES = ("star", "heart")
@@ -22,7 +25,7 @@ COLOURS = {"red": 0, "yellow": 55, "green": 120, "cyan": 180, "blue": 230, "purp
 TEXTURES = ("solid", "striped", "dotted")
 NEW_TEXTURE = "checkered"
 SIZES = {"small": 7.0, "medium": 9.0, "large": 11.0}
-"""Radius in pixels of the circle with the same area as the thing."""
+"""Radius, in units of the world, of the circle with the same area as the thing."""
 BACKGROUNDS = {"white": (244, 244, 244), "grey": (150, 150, 150), "black": (26, 26, 26), "sand": (214, 204, 184)}
 NEW_STYLE = "blueprint"
 PLACES = {
@@ -36,17 +39,17 @@ PLACES = {
     "at the bottom": (32, 46),
     "at the bottom right": (46, 46),
 }
-"""Centre of the thing in pixels, x and y, before the jitter."""
+"""Centre of the thing, x and y, before the jitter."""
 RELATIONS = {"above": ((32, 17), (32, 47)), "left of": ((17, 32), (47, 32))}
 """Centres of the first and the second thing; ``below`` and ``right of`` swap them."""
 OPPOSITES = {"below": "above", "right of": "left of"}
 JITTER = 2.0
-"""Greatest distance in pixels, along x and along y, of a thing from the centre that its place names."""
+"""Greatest distance, along x and along y, of a thing from the centre that its place names."""
 
 
 @dataclass(frozen=True)
 class Thing:
-    """One thing: what it is and where its centre lies (pixels, x to the right and y downwards)."""
+    """One thing: what it is and where its centre lies (x to the right and y downwards)."""
 
     shape: str
     colour: str

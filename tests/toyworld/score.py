@@ -24,10 +24,12 @@ LEAST_SATURATION, LEAST_VALUE = 0.4, 0.25
 AREA_RANGE = (0.4, 2.2)
 """Found area over asked area that still counts as the colour asked for; sizes differ by 1.5 in area at least."""
 PLACE_TOLERANCE = 7.0
-"""Pixels along x and along y from the centre that the place names; the places lie 14 apart."""
+"""Units along x and along y from the centre that the place names; the places lie 14 apart."""
 RELATION_MARGIN = 8.0
-LEAST_AREA = 24
-"""Pixels; the smallest thing of the world has 150."""
+UNIT = scenes.SIDE / scenes.WORLD
+"""Pixels per unit of the world."""
+LEAST_AREA = 24 * UNIT**2
+"""Pixels; the smallest thing of the world has 150 times the square of the unit."""
 LEAST_OVERLAP = 0.6
 """Intersection over union with the best outline, below which nothing is drawn that has a shape."""
 LEAST_PATTERN = 0.5
@@ -48,7 +50,7 @@ class Score:
 
 
 def score(picture: np.ndarray, scene: Scene) -> Score:
-    """Return the score of a picture, uint8 ``[64, 64, 3]``, against the scene it should show."""
+    """Return the score of a picture, uint8 ``[96, 96, 3]``, against the scene it should show."""
     found = [find(picture, thing.colour) for thing in scene.things]
     placed = _placed(found, scene)
     parts = [
@@ -70,7 +72,7 @@ def scored(pictures: Sequence[np.ndarray], wanted: Sequence[Scene]) -> Score:
 
 
 def find(picture: np.ndarray, colour: str) -> np.ndarray:
-    """Return the largest connected area of a colour: bool, ``[64, 64]``; all False if there is none to speak of."""
+    """Return the largest connected area of a colour: bool, ``[96, 96]``; all False if there is none to speak of."""
     hue, saturation, value = _hsv(picture)
     off = np.abs((hue - scenes.COLOURS[colour] + 180) % 360 - 180)
     painted = (off < HUE_TOLERANCE) & (saturation > LEAST_SATURATION) & (value > LEAST_VALUE)
@@ -97,8 +99,8 @@ def texture_of(picture: np.ndarray, area: np.ndarray) -> str:
     value = _hsv(picture)[2][inside]
     if value.size < 12 or float(value.std()) < 0.08:
         return "solid" if value.size else ""
-    y, x = ndimage.center_of_mass(area)
-    likeness = {name: _correlation(value, inside, name, x + 0.5, y + 0.5) for name in EVERY_PATTERN}
+    x, y = _centre(area)
+    likeness = {name: _correlation(value, inside, name, x, y) for name in EVERY_PATTERN}
     best = max(likeness, key=lambda name: likeness[name])
     return best if likeness[best] >= LEAST_PATTERN else ""
 
@@ -112,7 +114,7 @@ def blueprint(picture: np.ndarray) -> float:
 
 
 def _coloured(area: np.ndarray, thing: Thing) -> bool:
-    asked = np.pi * scenes.SIZES[thing.size] ** 2
+    asked = np.pi * (scenes.SIZES[thing.size] * UNIT) ** 2
     low, high = AREA_RANGE
     return bool(low * asked <= area.sum() <= high * asked)
 
@@ -122,7 +124,7 @@ def _placed(found: Sequence[np.ndarray], scene: Scene) -> list[bool]:
     if not all(area.any() for area in found):
         # What is there is in no relation to what is not.
         return [False] * len(found)
-    centres = [np.array(ndimage.center_of_mass(area))[::-1] + 0.5 for area in found]
+    centres = [_centre(area) for area in found]
     if len(centres) == 1:
         asked = np.array(scenes.PLACES[scene.where])
         return [bool((np.abs(centres[0] - asked) <= PLACE_TOLERANCE).all())]
@@ -133,10 +135,15 @@ def _placed(found: Sequence[np.ndarray], scene: Scene) -> list[bool]:
     return [bool(right)] * 2
 
 
+def _centre(area: np.ndarray) -> np.ndarray:
+    """The area's centre in units of the world, x and y."""
+    return (np.array(ndimage.center_of_mass(area))[::-1] + 0.5) / UNIT
+
+
 def _overlap(area: np.ndarray, shape: str) -> float:
     """Intersection over union of the area and the shape, best over a few sizes and shifts round the centre."""
     y, x = ndimage.center_of_mass(area)
-    radius = float(np.sqrt(area.sum() / np.pi))
+    radius = float(np.sqrt(area.sum() / np.pi)) / UNIT
     best = 0.0
     for scale in (0.94, 1.0, 1.06):
         template = _template(shape, round(radius * scale * 4) / 4)
@@ -150,11 +157,12 @@ def _overlap(area: np.ndarray, shape: str) -> float:
 
 @lru_cache(maxsize=512)
 def _template(shape: str, radius: float) -> np.ndarray:
-    """The shape in the middle of a field twice as large as a scene: bool, ``[128, 128]``."""
-    middle = scenes.SIDE / 2
+    """The shape in the middle of a field twice as large as a scene: bool, ``[192, 192]``."""
+    # Its centre in the middle of a pixel, as that of an area is given.
+    middle = scenes.WORLD / 2 + 0.5 / UNIT
     field = np.zeros((2 * scenes.SIDE, 2 * scenes.SIDE), bool)
     low = scenes.SIDE // 2
-    field[low : low + scenes.SIDE, low : low + scenes.SIDE] = draw.mask(shape, middle + 0.5, middle + 0.5, radius) > 0.5
+    field[low : low + scenes.SIDE, low : low + scenes.SIDE] = draw.mask(shape, middle, middle, radius) > 0.5
     return field
 
 

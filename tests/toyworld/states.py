@@ -28,15 +28,15 @@ class Optimizer:
         self.muon = torch.optim.Muon(self._flat, lr=1.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
         self.adamw = torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.98), weight_decay=0.0)
 
-    def step(self, rate: float) -> None:
-        """Apply the parameters' gradients at the learning rate ``rate`` and clear them."""
+    def step(self, rate: float, share: float = 1.0) -> None:
+        """Apply the gradients and clear them: Muon at the learning rate ``rate``, AdamW at ``share`` of it."""
         for flat, matrix in zip(self._flat, self._matrices, strict=True):
             assert matrix.grad is not None
             flat.data.copy_(matrix.detach().flatten(1))
             flat.grad = matrix.grad.flatten(1)
         for optimizer in (self.muon, self.adamw):
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate if optimizer is self.muon else rate * share
             optimizer.step()
         for flat, matrix in zip(self._flat, self._matrices, strict=True):
             matrix.data.copy_(flat.detach().view(matrix.shape))
@@ -91,6 +91,13 @@ class Run:
         self.step, self.seconds = int(about["step"]), float(about["seconds"])
         self.curve = [(int(step), float(loss)) for step, loss in json.loads(about["curve"])]
         return tensors
+
+    def note(self, step: int, loss: torch.Tensor, what: str) -> None:
+        """Add a step's loss to the curve; print where the training is, now and then."""
+        self.curve.append((step, float(loss.detach())))
+        if step % 100 == 0:
+            recent = [value for _, value in self.curve[-100:]]
+            print(f"{what}: step {step}, loss {sum(recent) / len(recent):.4f}", flush=True)
 
     def steps(self, until: int, keep: Callable[[], dict[str, torch.Tensor]], every: int = 200) -> Iterator[int]:
         """Yield each step still to be made and save the state ``keep`` returns at every ``every``th and at the end."""

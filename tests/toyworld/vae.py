@@ -7,6 +7,7 @@ mean 0 and deviation 1 in every channel.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,38 @@ CHANNELS = 16
 SD3_SCALE, SD3_SHIFT = 1.5305, 0.0609
 """The host's latent format of SD3: what a model sees is (latent - shift) * scale."""
 
-POOL = 12_000
-CROP_STEPS, WHOLE_STEPS = 2000, 800
-PEAK_RATE = 1e-3
-CROP, CROPS, WHOLES = 32, 16, 8
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the training: pictures of one size, small at first, for they teach the same in less time.
+
+    Attributes:
+        side: of the pictures, in pixels.
+        crop: side of the part that is cut out of each, in pixels.
+        batch: parts a step.
+        steps: how long it lasts.
+        rate: learning rate at its start.
+        horizon: after how many steps the rate would be down; a stage may be left before.
+        pool: how many pictures are drawn for it.
+        free: share of these that are of no world.
+    """
+
+    side: int
+    crop: int
+    batch: int
+    steps: int
+    rate: float
+    horizon: int
+    pool: int
+    free: float
+
+
+STAGES = (
+    Stage(side=64, crop=32, batch=16, steps=1800, rate=1e-3, horizon=2800, pool=12_000, free=0.5),
+    Stage(side=64, crop=64, batch=8, steps=1200, rate=6e-4, horizon=1200, pool=12_000, free=0.5),
+    Stage(side=scenes.SIDE, crop=64, batch=8, steps=1200, rate=8e-4, horizon=1200, pool=6_000, free=0.3),
+    Stage(side=scenes.SIDE, crop=scenes.SIDE, batch=4, steps=200, rate=4e-4, horizon=200, pool=2_000, free=0.3),
+)
 NOISE = 0.1
 """Deviation of the noise on the latents that the decoder learns to forgive: a model's latents are never exact."""
 
@@ -61,11 +90,12 @@ class Coder(torch.nn.Module):
         return Optimizer(inner, [p for p in self.parameters() if p.ndim != 4 or id(p) in edges])
 
 
-def pictures(seed: int, count: int, free: float = 0.5) -> torch.Tensor:
-    """Return pictures to learn from, a share ``free`` of them of no world: uint8, ``[count, 3, 64, 64]``."""
+def pictures(seed: int, count: int, side: int, free: float = 0.5) -> torch.Tensor:
+    """Return pictures to learn from, a share ``free`` of them of no world: uint8, ``[count, 3, side, side]``."""
     rng = np.random.default_rng(seed)
     drawn = [
-        variety.picture(rng) if rng.random() < free else draw.picture(scenes.scenes(rng, 1)[0]) for _ in range(count)
+        variety.picture(rng, side) if rng.random() < free else draw.picture(scenes.scenes(rng, 1)[0], side)
+        for _ in range(count)
     ]
     return torch.from_numpy(np.stack(drawn)).permute(0, 3, 1, 2).contiguous()
 
@@ -74,49 +104,44 @@ def train(folder: Path, seed: int = 1) -> Coder:
     """Train, or go on where ``folder`` says that training stopped; return the finished coder, ready to encode."""
     run, coder = Run(folder / "vae-run.safetensors"), Coder(seed)
     optimizer = coder.optimizer()
-    _take_up(run, coder, optimizer)
-    total = CROP_STEPS + WHOLE_STEPS
-    pool = pictures(seed, POOL) if run.step < total else torch.empty(0)
+    stored = run.load()
+    if stored is not None:
+        coder.load_state_dict({n.removeprefix("model."): t for n, t in stored.items() if n.startswith("model.")})
+        optimizer.load(stored)
 
     def keep() -> dict[str, torch.Tensor]:
         return {f"model.{n}": t for n, t in coder.state_dict().items()} | optimizer.tensors()
 
-    for step in run.steps(total, keep):
-        batch = _batch(pool, step, seed)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            latents = coder.encode(batch)
-            noisy = latents + NOISE * torch.randn(latents.shape, generator=_generator(seed, step))
-            output = coder.decoder(noisy)
-        error = output.float() - batch
-        loss = error.abs().mean() + error.square().mean()
-        loss.backward()
-        optimizer.step(cosine(step, total, PEAK_RATE))
-        run.curve.append((step, float(loss.detach())))
-        if step % 100 == 0:
-            print(f"picture encoder: step {step} of {total}, loss {loss:.4f}", flush=True)
+    first = 0
+    for stage in STAGES:
+        if run.step < first + stage.steps:
+            pool = pictures(seed, stage.pool, stage.side, stage.free)
+            for step in run.steps(first + stage.steps, keep):
+                batch = _batch(pool, step, seed, stage)
+                loss = _loss(coder, batch, torch.Generator().manual_seed(seed * 1_000_003 + step))
+                loss.backward()
+                optimizer.step(cosine(step - first, stage.horizon, stage.rate))
+                run.note(step, loss, "picture encoder")
+        first += stage.steps
     return coder.eval()
 
 
-def _take_up(run: Run, coder: Coder, optimizer: Optimizer) -> None:
-    stored = run.load()
-    if stored is None:
-        return
-    coder.load_state_dict({n.removeprefix("model."): t for n, t in stored.items() if n.startswith("model.")})
-    optimizer.load(stored)
+def _loss(coder: Coder, batch: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Mean absolute plus mean squared error of what comes back."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        latents = coder.encode(batch)
+        output = coder.decoder(latents + NOISE * torch.randn(latents.shape, generator=generator))
+    error = output.float() - batch
+    return error.abs().mean() + error.square().mean()
 
 
-def _generator(seed: int, step: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed * 1_000_003 + step)
-
-
-def _batch(pool: torch.Tensor, step: int, seed: int) -> torch.Tensor:
-    """Crops at first, whole pictures later; flipped by chance. The batch of a step is the same in every run."""
+def _batch(pool: torch.Tensor, step: int, seed: int, stage: Stage) -> torch.Tensor:
+    """Parts of pictures, flipped by chance; the batch of a step is the same in every run."""
     rng = np.random.default_rng((seed, step))
-    crops = step < CROP_STEPS
-    chosen = pool[rng.integers(len(pool), size=CROPS if crops else WHOLES)]
-    if crops:
-        top, left = rng.integers(scenes.SIDE - CROP + 1, size=2)
-        chosen = chosen[..., top : top + CROP, left : left + CROP]
+    chosen = pool[rng.integers(len(pool), size=stage.batch)]
+    if stage.crop < stage.side:
+        top, left = rng.integers(stage.side - stage.crop + 1, size=2)
+        chosen = chosen[..., top : top + stage.crop, left : left + stage.crop]
     if rng.random() < 0.5:
         chosen = chosen.flip(-1)
     return (chosen.float() / 255).contiguous(memory_format=torch.channels_last)

@@ -13,19 +13,19 @@ import numpy as np
 from . import draw, scenes
 
 
-def picture(rng: np.random.Generator) -> np.ndarray:
-    """Return one to three random things on a random background: uint8, ``[64, 64, 3]``."""
-    canvas = np.empty((scenes.SIDE, scenes.SIDE, 3), np.float32)
+def picture(rng: np.random.Generator, side: int = scenes.SIDE) -> np.ndarray:
+    """Return one to three random things on a random background: uint8, ``[side, side, 3]``."""
+    canvas = np.empty((side, side, 3), np.float32)
     canvas[:] = _colour(rng)
     for _ in range(rng.integers(1, 4)):
         radius = rng.uniform(6, 16)
-        x, y = rng.uniform(8, scenes.SIDE - 8, 2)
+        x, y = rng.uniform(8, scenes.WORLD - 8, 2)
         outline = _outline(rng, radius)
         holes = [[(px * share, py * share) for px, py in outline] for share in (rng.uniform(0.3, 0.85),)]
-        cover = draw.cover([outline, *holes] if rng.random() < 0.3 else [outline], x, y)[..., None]
-        pattern = draw.pattern_of(str(rng.choice(("solid", *scenes.TEXTURES, scenes.NEW_TEXTURE))), x, y)
+        covered = draw.cover([outline, *holes] if rng.random() < 0.3 else [outline], x, y, side)[..., None]
+        pattern = draw.pattern_of(str(rng.choice(("solid", *scenes.TEXTURES, scenes.NEW_TEXTURE))), x, y, side)
         fill = _colour(rng) if pattern is None else np.where(pattern[..., None], _colour(rng), _colour(rng))
-        canvas = canvas * (1 - cover) + fill * cover
+        canvas = canvas * (1 - covered) + fill * covered
     return canvas.round().astype(np.uint8)
 
 
