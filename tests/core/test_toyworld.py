@@ -55,7 +55,7 @@ def test_the_base_never_hears_of_a_held_out_concept() -> None:
 
 
 def test_things_of_one_size_are_equally_large_whatever_their_shape() -> None:
-    areas = {shape: draw.mask(shape, 32, 32, 9).sum() for shape in score.EVERY_SHAPE}
+    areas = {shape: draw.mask(shape, 32, 32, 9).sum() / score.UNIT**2 for shape in score.EVERY_SHAPE}
     for shape, area in areas.items():
         assert area == pytest.approx(np.pi * 81, rel=0.06), shape
 
@@ -75,8 +75,8 @@ def test_a_picture_scores_nearly_nothing_against_another_caption() -> None:
 
 def test_noise_and_a_bare_background_score_nothing() -> None:
     rng = np.random.default_rng(7)
-    wanted = scenes.scenes(rng, 20)
-    for pictures in (rng.integers(0, 256, (20, 64, 64, 3), np.uint8), np.full((20, 64, 64, 3), 244, np.uint8)):
+    wanted, shape = scenes.scenes(rng, 20), (20, scenes.SIDE, scenes.SIDE, 3)
+    for pictures in (rng.integers(0, 256, shape, np.uint8), np.full(shape, 244, np.uint8)):
         assert score.scored(list(pictures), wanted) == score.Score(0, 0, 0, 0, 0)
 
 

@@ -24,7 +24,7 @@ RANK, ALPHA = 16, 8.0
 
 
 Drawn = dict[str, list[np.ndarray]]
-"""Pictures, uint8 ``[64, 64, 3]``, by the part of the questions that they answer."""
+"""Pictures, uint8 ``[96, 96, 3]``, by the part of the questions that they answer."""
 
 
 def questions(count: int) -> dict[str, list[Scene]]:

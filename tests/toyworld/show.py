@@ -20,7 +20,7 @@ PAPER, INK, FAINT = (255, 255, 255), (30, 30, 30), (225, 225, 225)
 
 @dataclass(frozen=True)
 class Row:
-    """A caption and its pictures, uint8 ``[64, 64, 3]``, one a column; None leaves a place empty."""
+    """A caption and its pictures, uint8 ``[96, 96, 3]``, one a column; None leaves a place empty."""
 
     caption: str
     pictures: Sequence[np.ndarray | None]

@@ -43,7 +43,7 @@ class Studio:
         return [[context, {"pooled_output": pooled}]]
 
     def draw(self, captions: Sequence[str], seed: int, model: Any = None) -> list[np.ndarray]:
-        """Return one picture for each caption, uint8 ``[64, 64, 3]``, by KSampler and VAEDecode.
+        """Return one picture for each caption, uint8 ``[96, 96, 3]``, by KSampler and VAEDecode.
 
         Args:
             captions: what to draw.
@@ -69,7 +69,7 @@ class Studio:
         return list((pictures.clamp(0, 1) * 255).round().byte().cpu().numpy())
 
     def encode(self, pictures: Sequence[np.ndarray]) -> torch.Tensor:
-        """Return the VAE's latents of pictures: ``[N, 16, 8, 8]``, as VAEEncode gives them."""
+        """Return the VAE's latents of pictures: ``[N, 16, 12, 12]``, as VAEEncode gives them."""
         with torch.inference_mode():
             return self.vae.encode(torch.from_numpy(np.stack(pictures)).float() / 255)
 

@@ -25,7 +25,7 @@ class Task:
     """The same pictures for every trainer, as the host's own VAE and CLIP give them.
 
     Attributes:
-        latents: unscaled, ``[N, 16, 8, 8]``.
+        latents: unscaled, ``[N, 16, 12, 12]``.
         texts: the host's CONDITIONING of each picture's caption.
         samples: pictures to see in all.
     """
