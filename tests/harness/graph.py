@@ -39,7 +39,7 @@ class GraphOptions:
     Attributes:
         checkpoint: a file of models/checkpoints, for Load Checkpoint.
         loaders: other loader nodes in its place; ``checkpoint`` is then not read.
-        train: more widgets of LoRA Train, or other values for them.
+        dataset, train: more widgets of Load Dataset and of LoRA Train; for the latter also other values.
         with_loader: also sample through the host's Load LoRA Model and save with its Save LoRA Weights.
     """
 
@@ -60,6 +60,7 @@ class GraphOptions:
     scheduler: str = "normal"
     ram_cache_mb: int = 1024
     with_loader: bool = True
+    dataset: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
 
     def base(self) -> Loaders:
@@ -109,6 +110,7 @@ def training(options: GraphOptions) -> Prompt:
             resolution=options.resolution,
             trigger_word=options.trigger_word,
             caption_extension="auto",
+            **options.dataset,
         ),
         SCORE: node("LowVRAMScoreComplexity", dataset=[DATASET, 0], image_weight=0.7, text_weight=0.3),
         CACHE: node(

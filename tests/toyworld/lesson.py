@@ -49,6 +49,8 @@ def options(folder: str, **changes: Any) -> graph.GraphOptions:
         "folder": folder,
         "steps": STEPS,
         "resolution": scenes.SIDE,
+        # The side must be a multiple of it, or Load Dataset scales the pictures.
+        "dataset": {"bucket_step": 32},
         "batch_size": BATCH,
         "learning_rate": RATE,
         "rank": RANK,

@@ -12,7 +12,7 @@ from . import draw, scenes, score
 from .lesson import Drawn
 from .scenes import Scene
 
-ENLARGED = 4
+ENLARGED = 3
 SIDE_PX, GAP_PX, MARGIN_PX = ENLARGED * scenes.SIDE, 12, 16
 HEADING_PX, CAPTION_PX = 24, 19
 PAPER, INK, FAINT = (255, 255, 255), (30, 30, 30), (225, 225, 225)
