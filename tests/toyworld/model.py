@@ -24,7 +24,7 @@ from .vae import CHANNELS, Coder
 DEPTH = 2
 """Blocks; the host makes the network 64 times as wide."""
 POOL = 36_000
-STEPS, BATCH, PEAK_RATE = 3200, 256, 2e-3
+STEPS, BATCH, PEAK_RATE = 3600, 128, 2e-3
 DROPPED_CAPTIONS = 0.1
 SHIFT = 3.0
 """The host's shift of SD3's noise levels."""
