@@ -35,11 +35,10 @@ def taught(pack: Any, star: task.Task) -> Callable[[str], task.Taught]:
     """What each trainer gives, trained on first use."""
     known: dict[str, task.Taught] = {}
     bench = quality.Bench(pack, None, print)
-    every = {**bench.trainers, "ours_exact": lambda *args: trainers.ours_exact(pack, *args)}
 
     def of(name: str) -> task.Taught:
         if name not in known:
-            known[name] = every[name](star, RATE, 1)
+            known[name] = bench.train(name, star, RATE, 1)
         return known[name]
 
     return of
