@@ -187,7 +187,11 @@ def main(arguments: list[str]) -> int:
     name, search_paths = prepare(options, folder / "comfyui")
     prompt = build_prompt(options, name)
     print("Starting ComfyUI ...", flush=True)
-    with HostProcess(folder / "comfyui", flags=device_flags(), search_paths=search_paths) as host:
+    # The toy world's tensors are tiny: threads would wait for each other longer than they compute.
+    environment = {"OMP_NUM_THREADS": "1"} if options.checkpoint is None else {}
+    with HostProcess(
+        folder / "comfyui", flags=device_flags(), search_paths=search_paths, environment=environment
+    ) as host:
         try:
             entry = host.run(prompt, TIMEOUT_S, ProgressLines(prompt).on_event)
         except HostError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,31 @@ from PIL import Image
 from . import draw, scenes
 from .scenes import Scene
 
-NUM_PICTURES, SEED = 24, 11
+NUM_PICTURES, SEED = 48, 11
 
 
 def lesson_scenes(shape: str, count: int = NUM_PICTURES, seed: int = SEED) -> list[Scene]:
-    """Return scenes with one thing of the shape; none of the exam's captions is among them."""
-    return scenes.scenes(np.random.default_rng(seed), count, scenes.Words(shapes=(shape,)), pairs=0.0)
+    """Return scenes to learn a shape from; none of the exam's captions is among them.
+
+    A third has the shape alone, a third has it beside something old, and a third is old: a LoRA that sees nothing but
+    the new shape soon draws nothing else.
+    """
+    rng = np.random.default_rng(seed)
+    alone = scenes.scenes(rng, count // 3, scenes.Words(shapes=(shape,)), pairs=0.0)
+    old = scenes.scenes(rng, count - 2 * (count // 3))
+    beside: list[Scene] = []
+    while len(beside) < count // 3:
+        scene = _with(shape, int(rng.integers(2)), scenes.scenes(rng, 1, pairs=1.0)[0])
+        if not scenes.is_unseen(scene.caption()):
+            beside.append(scene)
+    return [*alone, *beside, *old]
+
+
+def _with(shape: str, place: int, scene: Scene) -> Scene:
+    """The scene with the shape in one of its places."""
+    things = list(scene.things)
+    things[place] = replace(things[place], shape=shape)
+    return replace(scene, things=tuple(things))
 
 
 def write(folder: Path, wanted: Sequence[Scene]) -> Path:

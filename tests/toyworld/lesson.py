@@ -18,8 +18,8 @@ from tests.harness.host import Event, HostProcess
 from . import base, exam, scenes
 from .scenes import Scene
 
-CONCEPT = "star"
-STEPS, BATCH, RATE = 200, 4, 2e-3
+CONCEPT = "heart"
+STEPS, BATCH, RATE = 200, 16, 4e-3
 RANK, ALPHA = 16, 8.0
 
 
