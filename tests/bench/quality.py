@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -132,9 +133,12 @@ class Bench:
             exact = self.train("ours_exact", asked, rates["ours"], seed)
             differing += trainers.differing(exact, taught["ours_off"])
         device_bytes = self._bytes(asked)
+        # max() would pass over a NaN that is not the first.
+        distance = max(distances) if all(map(math.isfinite, distances)) else math.nan
         found = [
             *verdict.heavier(device_bytes),
-            *verdict.unequal(differing, max(distances)),
+            *verdict.unreal(measures),
+            *verdict.unequal(differing, distance),
             *verdict.problems(measures),
             *verdict.below_floor(measures["ours_on"]["shape"], SHAPE_FLOOR),
         ]
@@ -150,7 +154,7 @@ class Bench:
             },
             "device_bytes": device_bytes,
             "exact_differing": differing,
-            "on_off_loss_distance": max(distances),
+            "on_off_loss_distance": distance,
             "problems": found,
         }
 

@@ -149,6 +149,19 @@ def test_techniques_that_change_what_is_learned_are_named() -> None:
     assert verdict.unequal([], float("nan"))
 
 
+def test_what_is_not_a_number_or_not_there_is_named() -> None:
+    nan = float("nan")
+    real = {"ours_on": {"loss": [0.1, 0.2], "shape": [0.5, 0.5]}}
+    assert verdict.unreal(real) == []
+    assert len(verdict.unreal({**real, "native": {"loss": [0.1, nan]}})) == 1
+    assert verdict.below_floor([0.9, nan, 0.9], 0.7)
+    whole = task.Taught({"a": torch.zeros(2), "b": torch.ones(2)}, (1.0, 2.0), 0.1)
+    assert trainers.differing(whole, whole) == []
+    assert trainers.differing(replace(whole, lora={}), whole) == ["a", "b"]
+    assert trainers.differing(replace(whole, lora={**whole.lora, "a": -torch.zeros(2)}), whole) == ["a"]
+    assert verdict.unequal([], trainers.loss_distance(replace(whole, losses=(1.0, nan)), whole))
+
+
 def test_a_step_that_takes_more_than_the_plain_loops_is_named() -> None:
     assert verdict.heavier({"ours_on": 5, "ours_off": 7, "reference": 7, "native": None}) == []
     assert "ours_off takes 8" in verdict.heavier({"ours_on": 5, "ours_off": 8, "reference": 7, "native": None})[0]

@@ -7,6 +7,7 @@ card's.
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -151,12 +152,19 @@ def device_bytes(host_pack: Any, task: Task, technique: Any, batch: int = BATCH)
 
 
 def differing(ones: Taught, others: Taught) -> Sequence[str]:
-    """Return the names of tensors that are not the same bit for bit, and ``losses`` if those are not."""
-    names = [name for name, tensor in ones.lora.items() if not torch.equal(tensor, others.lora[name])]
+    """Return the names of tensors that one alone has or that are not the same bit for bit, and ``losses`` likewise."""
+    names = [name for name in {**ones.lora, **others.lora} if not _same(ones.lora.get(name), others.lora.get(name))]
     return names if ones.losses == others.losses else ["losses", *names]
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None or one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
 
 
 def loss_distance(ones: Taught, others: Taught) -> float:
     """Return the greatest relative difference between the losses of a step."""
-    pairs = zip(ones.losses, others.losses, strict=True)
-    return max(abs(one - other) / abs(other) for one, other in pairs)
+    distances = [abs(one - other) / abs(other) for one, other in zip(ones.losses, others.losses, strict=True)]
+    # max() would pass over a NaN that is not the first.
+    return max(distances) if all(map(math.isfinite, distances)) else math.nan

@@ -6,6 +6,7 @@ least of them; two trainers are as good as each other where their means are no f
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -38,7 +39,8 @@ def behind(measures: Measures, ours: str, other: str) -> list[str]:
         worse = statistics.fmean(one) - statistics.fmean(two)
         worse = worse if measure in LOW else -worse
         allowed = max(spread(one), spread(two))
-        if worse > allowed + 1e-9:
+        # So written that a NaN is a fault.
+        if not worse <= allowed + 1e-9:
             found.append(
                 f"{ours} is behind {other}: {measure} {statistics.fmean(one):.4f} against {statistics.fmean(two):.4f}, "
                 f"where the seeds differ by {allowed:.4f}."
@@ -51,6 +53,16 @@ def problems(measures: Measures) -> list[str]:
     if len(measures[REFERENCE]["loss"]) < 2:
         return []
     return [sentence for ours in OURS for other in (REFERENCE, NATIVE) for sentence in behind(measures, ours, other)]
+
+
+def unreal(measures: Measures) -> list[str]:
+    """Return a sentence for every measure that is not a finite number with some seed."""
+    return [
+        f"{trainer}: {measure} is not a number: {list(values)}."
+        for trainer, each in measures.items()
+        for measure, values in each.items()
+        if not all(map(math.isfinite, values))
+    ]
 
 
 def heavier(device_bytes: Mapping[str, int | None]) -> list[str]:
@@ -80,7 +92,7 @@ def unequal(differing: Sequence[str], distance: float) -> list[str]:
 
 def below_floor(shapes: Sequence[float], floor: float) -> list[str]:
     """Return what is wrong with the held-out shape scores of ours."""
-    low = min(shapes)
-    if low >= floor:
+    if all(shape >= floor for shape in shapes):
         return []
+    low = min(shapes)
     return [f"ours_on draws the new shape in {low:.2f} of the unseen captions; {floor:.2f} is the least allowed."]
