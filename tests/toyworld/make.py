@@ -2,6 +2,9 @@
 
 It needs the host's folder in ``LOWVRAM_HOST`` and takes about an hour of two cores or less. Stopped, it goes on where
 it was when called again. The files go to ``tests/toyworld/base``, with what they score and how the losses fell.
+
+The files that are shipped were made while this was written: the picture encoder's first stage drew its scenes by an
+earlier version, so that a run from nothing gives a base like them and not the same bits.
 """
 
 from __future__ import annotations
