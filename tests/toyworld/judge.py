@@ -16,7 +16,7 @@ import torch
 
 from . import draw, scenes, studio
 from .scenes import Scene, Words
-from .score import Score, scored
+from .score import blueprint, scored
 from .studio import Studio
 
 COUNT = 48
@@ -28,7 +28,10 @@ LEVELS = 4
 
 @dataclass(frozen=True)
 class Marks:
-    """What a LoRA is worth; ``loss`` and ``drift`` should be low, the others high."""
+    """What a LoRA is worth; ``loss`` and ``drift`` should be low, the others high.
+
+    Of a style, ``shape`` is how far the pictures are in it, and ``strict`` how many are more in it than not.
+    """
 
     loss: float
     shape: float
@@ -58,14 +61,20 @@ class Judge:
         import comfy.sd
 
         model = comfy.sd.load_lora_for_models(self.studio.model, None, lora, 1.0, 0.0)[0]
-        new = drawn(self.studio, self.new, model)
-        old = drawn(self.studio, self.old, model)
-        return Marks(self.loss(model), new.shape, new.strict, self.old_strict - old.strict)
+        return Marks(self.loss(model), *self._new(model), self.old_strict - old_strict(self.studio, self.old, model))
 
     def base_marks(self) -> Marks:
         """Return the marks of the base model, whose drift is 0."""
-        new = drawn(self.studio, self.new, None)
-        return Marks(self.loss(self.studio.model), new.shape, new.strict, 0.0)
+        return Marks(self.loss(self.studio.model), *self._new(None), 0.0)
+
+    def _new(self, model: Any) -> tuple[float, float]:
+        """Shape and strict of the concept."""
+        pictures = studio.drawn_scenes(self.new, self.studio, DRAWING_SEED, model)
+        if self.new[0].style:
+            shares = [blueprint(picture) for picture in pictures]
+            return float(np.mean(shares)), float(np.mean([share > 0.5 for share in shares]))
+        marks = scored(pictures, self.new)
+        return marks.shape, marks.strict
 
     def loss(self, model: Any) -> float:
         """Return the validation loss of a MODEL."""
@@ -94,14 +103,15 @@ class Judge:
 
 
 def judge(opened: Studio, concept: str, count: int = COUNT) -> Judge:
-    """Return the exam on ``concept`` with ``count`` captions of each kind."""
+    """Return the exam on ``concept``, a shape or a style, with ``count`` captions of each kind."""
     rng = np.random.default_rng(SCENES_SEED)
-    new = scenes.scenes(rng, count, Words(shapes=(concept,)), pairs=0, unseen=True)
+    words = Words(style=concept) if concept == scenes.NEW_STYLE else Words(shapes=(concept,))
+    new = scenes.scenes(rng, count, words, pairs=0, unseen=True)
     old = scenes.scenes(rng, count, pairs=0.5, unseen=True)
     latents = opened.encode([draw.picture(scene) for scene in new])
-    return Judge(opened, new, old, latents, drawn(opened, old, None).strict)
+    return Judge(opened, new, old, latents, old_strict(opened, old, None))
 
 
-def drawn(opened: Studio, wanted: Sequence[Scene], model: Any) -> Score:
-    """Return the mean score of the scenes as ``model`` draws them, or the base where it is None."""
-    return scored(studio.drawn_scenes(wanted, opened, DRAWING_SEED, model), wanted)
+def old_strict(opened: Studio, wanted: Sequence[Scene], model: Any) -> float:
+    """Return the strict score of the scenes as ``model`` draws them, or the base where it is None."""
+    return scored(studio.drawn_scenes(wanted, opened, DRAWING_SEED, model), wanted).strict

@@ -74,14 +74,14 @@ def ours_exact(host_pack: Any, task: Task, rate: float, seed: int) -> Taught:
     return _trained(host_pack, task, rate, seed, exact)
 
 
-def ours_off(host_pack: Any, task: Task, rate: float, seed: int, batch: int = BATCH) -> Taught:
+def ours_off(host_pack: Any, task: Task, rate: float, seed: int) -> Taught:
     """Train as on a host that computes where the weights are, without recompute."""
-    return _trained(host_pack, task, rate, seed, None, batch)
+    return _trained(host_pack, task, rate, seed, None)
 
 
-def _trained(host_pack: Any, task: Task, rate: float, seed: int, technique: Any, batch: int = BATCH) -> Taught:
+def _trained(host_pack: Any, task: Task, rate: float, seed: int, technique: Any) -> Taught:
     with tempfile.TemporaryDirectory() as folder, host_pack.nodes._host.outside_inference_mode():
-        job = job_of(host_pack, task, rate, seed, Path(folder), batch)
+        job = job_of(host_pack, task, rate, seed, Path(folder))
         seconds, finished = [], None
         with _techniques(technique and technique(job.denoiser)):
             job = job if technique is None else replace(job, transfers=lambda staging_bytes: LateTransfers())
@@ -109,13 +109,13 @@ def _techniques(setting: Setting | None) -> Iterator[None]:
         yield
 
 
-def job_of(host_pack: Any, task: Task, rate: float, seed: int, folder: Path, batch: int = BATCH) -> Job:
+def job_of(host_pack: Any, task: Task, rate: float, seed: int, folder: Path) -> Job:
     """Return the task as a job of ours in float32 whose files all go under ``folder``."""
     return Job(
         denoiser=host_pack.nodes._models.HostDenoiser(fresh_model()),
-        recipe=BatchRecipe(_cache(task, folder / "cache"), SamplerConfig(batch_size=batch, seed=seed)),
+        recipe=BatchRecipe(_cache(task, folder / "cache"), SamplerConfig(batch_size=BATCH, seed=seed)),
         config=TrainConfig(
-            steps=task.samples // batch,
+            steps=task.samples // BATCH,
             seed=seed,
             precision="fp32",
             recompute=False,
@@ -140,10 +140,10 @@ def _cache(task: Task, folder: Path) -> CacheIndex:
     return CacheIndex(folder, tuple(entries), 1 << 30, "bb00")
 
 
-def device_bytes(host_pack: Any, task: Task, technique: Any, batch: int = BATCH) -> int:
+def device_bytes(host_pack: Any, task: Task, technique: Any) -> int:
     """Return the peak of one simulated step of the task, in device bytes."""
     with tempfile.TemporaryDirectory() as folder, host_pack.nodes._host.outside_inference_mode():
-        job = job_of(host_pack, task, 1e-3, 0, Path(folder), batch)
+        job = job_of(host_pack, task, 1e-3, 0, Path(folder))
         layers = select(job.denoiser.network, job.config.lora.targets)
         prepared = prepare.prepare(job, layers, "fp32", prepare.device_facts(job))
         with mock.patch.object(estimate, "Engine", EAGER):
