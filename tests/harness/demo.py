@@ -174,7 +174,7 @@ def prepare(options: argparse.Namespace, base: Path) -> tuple[str, dict[str, Pat
         offer_checkpoint(base, options.checkpoint)
     if is_lesson(options):
         folder = base / "input" / f"{lesson.CONCEPT}s"
-        return toy_dataset.write(folder, toy_dataset.lesson_scenes(lesson.CONCEPT)).name, {}
+        return toy_dataset.write(folder, toy_dataset.lesson_scenes(lesson.CONCEPT, lesson.PICTURES)).name, {}
     pictures = options.dataset or make_dataset(CACHE / "photos")
     return pictures.name, {"datasets": pictures.parent}
 

@@ -19,8 +19,9 @@ from . import base, exam, scenes
 from .scenes import Scene
 
 CONCEPT = "heart"
-STEPS, BATCH, RATE = 200, 16, 4e-3
-RANK, ALPHA = 16, 8.0
+PICTURES = 192
+STEPS, BATCH, RATE = 500, 8, 7e-3
+RANK, ALPHA, TARGETS = 16, 8.0, "all linear"
 
 
 Drawn = dict[str, list[np.ndarray]]
@@ -54,7 +55,7 @@ def options(folder: str, **changes: Any) -> graph.GraphOptions:
         "batch_size": BATCH,
         "learning_rate": RATE,
         "rank": RANK,
-        "train": {"alpha": ALPHA},
+        "train": {"alpha": ALPHA, "targets": TARGETS},
         "sampling_steps": base.STEPS,
         "guidance": base.GUIDANCE,
         "scheduler": base.SCHEDULER,
