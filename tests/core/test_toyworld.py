@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.toyworld import base, draw, scenes, score, states, words
+from tests.harness import demo
+from tests.toyworld import base, dataset, draw, exam, scenes, score, states, words
 from tests.toyworld.scenes import Scene, Thing, Words
 
 CONCEPTS = {
     "old": Words(),
     "star": Words(shapes=("star",)),
     "heart": Words(shapes=("heart",)),
+    "dome": Words(shapes=("dome",)),
     "checkered": Words(textures=(scenes.NEW_TEXTURE,)),
 }
 
@@ -48,6 +51,13 @@ def test_captions_for_tests_and_for_training_never_meet() -> None:
     assert not seen & unseen
 
 
+@pytest.mark.parametrize("shape", scenes.NEW_SHAPES)
+def test_an_exam_asks_each_caption_once_and_none_that_is_learned_from(shape: str) -> None:
+    asked = [scene.caption() for paper in exam.papers().values() for scene in paper]
+    assert len(set(asked)) == len(asked) == exam.COUNT * (4 + 2 + len(scenes.NEW_SHAPES)) // 4
+    assert not set(asked) & {scene.caption() for scene in dataset.lesson_scenes(shape, 192)}
+
+
 def test_the_base_never_hears_of_a_held_out_concept() -> None:
     heard = " ".join(scene.caption() for scene in drawn(500, 4)[1]).split()
     assert not {*scenes.NEW_SHAPES, scenes.NEW_TEXTURE, scenes.NEW_STYLE} & set(heard)
@@ -63,7 +73,7 @@ def test_things_of_one_size_are_equally_large_whatever_their_shape() -> None:
 @pytest.mark.parametrize("concept", CONCEPTS)
 def test_the_truth_scores_nearly_one(concept: str) -> None:
     result = score.scored(*drawn(60, 5, CONCEPTS[concept]))
-    assert min(result.colour, result.place, result.shape, result.texture, result.strict) >= 0.97
+    assert min(asdict(result).values()) >= 0.97
 
 
 def test_a_picture_scores_nearly_nothing_against_another_caption() -> None:
@@ -77,7 +87,7 @@ def test_noise_and_a_bare_background_score_nothing() -> None:
     rng = np.random.default_rng(7)
     wanted, shape = scenes.scenes(rng, 20), (20, scenes.SIDE, scenes.SIDE, 3)
     for pictures in (rng.integers(0, 256, shape, np.uint8), np.full(shape, 244, np.uint8)):
-        assert score.scored(list(pictures), wanted) == score.Score(0, 0, 0, 0, 0)
+        assert score.scored(list(pictures), wanted) == score.Score(0, 0, 0, 0, clean=0, strict=0)
 
 
 @pytest.mark.parametrize(
@@ -85,17 +95,36 @@ def test_noise_and_a_bare_background_score_nothing() -> None:
     [
         ("shape", {"shape": "star"}),
         ("shape", {"shape": "ring"}),
+        ("clean", {"x": 46.0, "y": 18.0, "colour": "blue"}),
         ("colour", {"colour": "yellow"}),
         ("place", {"x": 46.0, "y": 18.0}),
         ("texture", {"texture": "striped"}),
     ],
 )
 def test_a_single_fault_is_found_and_nothing_else_is_blamed(fault: str, change: dict[str, object]) -> None:
-    result = score.score(draw.picture(one(**change)), one())
+    picture = draw.picture(one(**change))
+    if fault == "clean":
+        # What was asked for is there, and something else as well.
+        picture = np.where(draw.mask("circle", 32, 32, 11)[..., None] > 0.5, draw.picture(one()), picture)
+    result = score.score(picture, one())
     assert getattr(result, fault) == 0
     if fault != "colour":  # Without its colour a thing is not found at all.
         assert {name for name in ("colour", "place", "shape") if getattr(result, name) == 0} <= {fault}
     assert result.strict == (1 if fault == "texture" else 0)
+
+
+def test_another_background_is_not_clean() -> None:
+    result = score.score(draw.picture(one()), replace(one(), background="grey"))
+    assert (result.shape, result.clean, result.strict) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("asked", scenes.NEW_SHAPES)
+def test_nothing_but_the_shape_itself_counts_as_a_new_shape(asked: str) -> None:
+    for shape in (*scenes.SHAPES, *scenes.NEW_SHAPES, *scenes.LOOKALIKES):
+        for size in scenes.SIZES:
+            drawn_as = one(shape=shape, size=size)
+            found = score.score(draw.picture(drawn_as), one(shape=asked, size=size))
+            assert found.shape == (shape == asked), (shape, size)
 
 
 def test_one_wrong_thing_of_two_spoils_strict_and_halves_shape() -> None:
@@ -132,13 +161,13 @@ def test_the_base_fits_into_twelve_megabytes() -> None:
     assert sum(file.stat().st_size for file in base.FOLDER.iterdir()) <= 12e6
 
 
-def training(folder: str, until: int) -> tuple[states.Run, torch.nn.Linear]:
+def training(folder: Path, until: int) -> tuple[states.Run, torch.nn.Linear]:
     """A run of the toy trainer's own loop on a tiny layer, stopped after ``until`` of 6 steps."""
     layer = torch.nn.Linear(4, 4)
     torch.nn.init.eye_(layer.weight)
     torch.nn.init.zeros_(layer.bias)
     optimizer = states.Optimizer([layer.weight], [layer.bias])
-    run = states.Run(folder / "run.safetensors")  # type: ignore[operator]
+    run = states.Run(folder / "run.safetensors", "tiny")
     stored = run.load()
     if stored is not None:
         layer.load_state_dict({name: stored[name] for name in ("weight", "bias")})
@@ -150,7 +179,7 @@ def training(folder: str, until: int) -> tuple[states.Run, torch.nn.Linear]:
     return run, layer
 
 
-def test_a_stopped_base_training_goes_on_bit_for_bit(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_stopped_base_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "parts").mkdir()
     _, whole = training(tmp_path / "whole", 6)
@@ -159,3 +188,37 @@ def test_a_stopped_base_training_goes_on_bit_for_bit(tmp_path) -> None:  # type:
     assert run.step == 6
     assert torch.equal(whole.weight, parts.weight)
     assert torch.equal(whole.bias, parts.bias)
+
+
+def test_a_base_training_by_another_recipe_is_not_taken_up(tmp_path: Path) -> None:
+    run, _ = training(tmp_path, 3)
+    with pytest.raises(ValueError, match="another recipe"):
+        states.Run(run.file, "other").load()
+    recipes = {states.digest(1, "a"), states.digest(2, "a"), states.digest(1, torch.ones(2)), states.digest(np.ones(2))}
+    assert len(recipes) == 4
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--steps", "0"],
+        ["--steps", "-3"],
+        ["--resolution", "0"],
+        ["--resolution", "64"],
+        ["--dataset", ""],
+        ["--dataset", "/"],
+        ["--dataset", __file__],
+        ["--checkpoint", str(Path(__file__).parent)],
+        ["--checkpoint", "no such file"],
+    ],
+)
+def test_the_demo_refuses_what_cannot_work_before_it_starts(
+    wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        demo.parse(wrong)
+    assert wrong[0] in capsys.readouterr().err
+
+
+def test_demos_that_start_in_the_same_second_get_folders_of_their_own(tmp_path: Path) -> None:
+    assert len({demo.new_folder(tmp_path) for _ in range(3)}) == 3

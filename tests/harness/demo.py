@@ -70,26 +70,56 @@ class ProgressLines:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(prog="dev.py demo", description=__doc__)
-    parser.add_argument("--checkpoint", type=Path, help="a checkpoint file; default: the toy world's base model")
+    parser.add_argument("--checkpoint", type=a_file, help="a checkpoint file; default: the toy world's base model")
     parser.add_argument(
         "--dataset",
-        type=Path,
+        type=a_folder,
         help=f"a folder of pictures with captions; default: {lesson.CONCEPT}s, with --checkpoint photographs",
     )
-    parser.add_argument("--steps", type=int, help=f"default: {lesson.STEPS}, with --checkpoint {USUAL_STEPS}")
-    parser.add_argument("--resolution", type=int, help=f"default: {scenes.SIDE}, with --checkpoint {USUAL_PX}")
+    parser.add_argument("--steps", type=a_count, help=f"default: {lesson.STEPS}, with --checkpoint {USUAL_STEPS}")
+    parser.add_argument("--resolution", type=a_count, help=f"default: {scenes.SIDE}, with --checkpoint {USUAL_PX}")
     parser.add_argument("--caption", help="draw this as well; default with your own files: a photo of a cat")
     options = parser.parse_args(arguments)
-    for name in ("checkpoint", "dataset"):
-        path = getattr(options, name)
-        if path is not None and not path.exists():
-            parser.error(f"there is no {path}")
-        elif path is not None:
-            # A link's own name is not what ComfyUI is offered.
-            setattr(options, name, path.resolve())
     if is_lesson(options) and options.resolution not in (None, scenes.SIDE):
         parser.error(f"the toy world is {scenes.SIDE} pixels wide; --resolution is for --checkpoint or --dataset")
     return options
+
+
+def a_file(text: str) -> Path:
+    """Return the file that an option names; a link's own name is not what ComfyUI is offered."""
+    if not text or not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
+    return Path(text).resolve()
+
+
+def a_folder(text: str) -> Path:
+    """Return the folder that an option names. It is offered to ComfyUI by its name, so the root of a disk can't be."""
+    if not text or not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {text!r}")
+    folder = Path(text).resolve()
+    if not folder.name:
+        raise argparse.ArgumentTypeError(f"{folder} is a whole disk; name a folder of pictures on it")
+    return folder
+
+
+def a_count(text: str) -> int:
+    """Return the number that an option gives, 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def new_folder(parent: Path) -> Path:
+    """Make a folder for this run, named by the time; of two that start in the same second each gets its own."""
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = parent / time.strftime("%Y-%m-%d_%H-%M-%S")
+    while True:
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            folder = parent / f"{folder.name}_2"
+        else:
+            return folder
 
 
 def is_lesson(options: argparse.Namespace) -> bool:
@@ -174,7 +204,7 @@ def prepare(options: argparse.Namespace, base: Path) -> tuple[str, dict[str, Pat
         offer_checkpoint(base, options.checkpoint)
     if is_lesson(options):
         folder = base / "input" / f"{lesson.CONCEPT}s"
-        return toy_dataset.write(folder, toy_dataset.lesson_scenes(lesson.CONCEPT, lesson.PICTURES)).name, {}
+        return toy_dataset.write(folder, toy_dataset.lesson_scenes(lesson.CONCEPT)).name, {}
     pictures = options.dataset or make_dataset(CACHE / "photos")
     return pictures.name, {"datasets": pictures.parent}
 
@@ -183,7 +213,7 @@ def main(arguments: list[str]) -> int:
     """Run the demo and return the exit status."""
     options = parse(arguments)
     started = time.monotonic()
-    folder = CACHE / "demo" / time.strftime("%Y-%m-%d_%H-%M-%S")
+    folder = new_folder(CACHE / "demo")
     name, search_paths = prepare(options, folder / "comfyui")
     prompt = build_prompt(options, name)
     print("Starting ComfyUI ...", flush=True)

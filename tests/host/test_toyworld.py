@@ -12,7 +12,7 @@ from tests.harness import graph
 from tests.harness.host import Event, HostProcess, texts
 from tests.toyworld import base, dataset, draw, lesson, scenes, show
 
-FOLDER, NAME = "hearts", "toy heart"
+FOLDER, NAME = "new shapes", "toy lesson"
 STEPS, BATCH, NUM_ASKED = 60, 8, 4
 STRENGTHS = {"off": 0.0, "half": 0.5, "full": 1.0}
 ASKED = lesson.questions(NUM_ASKED)

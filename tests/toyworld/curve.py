@@ -9,6 +9,8 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 
 SIZE, MARGIN = (480, 220), 28
+LEAST = 1e-12
+"""A loss of zero has no place on a logarithmic scale; it is drawn here."""
 
 
 def smoothed(curve: Sequence[tuple[int, float]], points: int = 200) -> list[tuple[int, float]]:
@@ -31,7 +33,7 @@ def _panel(title: str, curve: Sequence[tuple[int, float]]) -> Image.Image:
     width, height = SIZE
     panel = Image.new("RGB", SIZE, "white")
     pen = ImageDraw.Draw(panel)
-    logs = [math.log(loss) for _, loss in curve]
+    logs = [math.log(max(loss, LEAST)) for _, loss in curve]
     low, high, last = min(logs), max(logs), curve[-1][0]
     points = [
         (

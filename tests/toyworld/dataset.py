@@ -12,20 +12,20 @@ from PIL import Image
 from . import draw, scenes
 from .scenes import Scene
 
-NUM_PICTURES, SEED = 48, 11
+NUM_PICTURES, SEED = 128, 11
 
 
 def lesson_scenes(shape: str, count: int = NUM_PICTURES, seed: int = SEED) -> list[Scene]:
     """Return scenes to learn a shape from; none of the exam's captions is among them.
 
-    A third has the shape alone, a third has it beside something old, and a third is old: a LoRA that sees nothing but
-    the new shape soon draws nothing else.
+    A quarter has the shape alone, a quarter has it beside something old, and half of them are old: a LoRA that sees
+    nothing but the new shape soon draws nothing else.
     """
     rng = np.random.default_rng(seed)
-    alone = scenes.scenes(rng, count // 3, scenes.Words(shapes=(shape,)), pairs=0.0)
-    old = scenes.scenes(rng, count - 2 * (count // 3))
+    alone = scenes.scenes(rng, count // 4, scenes.Words(shapes=(shape,)), pairs=0.0)
+    old = scenes.scenes(rng, count - 2 * (count // 4))
     beside: list[Scene] = []
-    while len(beside) < count // 3:
+    while len(beside) < count // 4:
         scene = _with(shape, int(rng.integers(2)), scenes.scenes(rng, 1, pairs=1.0)[0])
         if not scenes.is_unseen(scene.caption()):
             beside.append(scene)
@@ -40,8 +40,12 @@ def _with(shape: str, place: int, scene: Scene) -> Scene:
 
 
 def write(folder: Path, wanted: Sequence[Scene]) -> Path:
-    """Write each scene's picture and caption to ``folder``, ``001.png`` and ``001.txt``; return the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write each scene's picture and caption to a new folder, ``001.png`` and ``001.txt``; return it.
+
+    Raises:
+        FileExistsError: there is such a folder; what it holds would be learned as well.
+    """
+    folder.mkdir(parents=True)
     for number, scene in enumerate(wanted, start=1):
         file = folder / f"{number:03}.png"
         Image.fromarray(draw.picture(scene)).save(file)

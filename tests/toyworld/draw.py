@@ -102,8 +102,11 @@ def _blueprint(scene: Scene, side: int) -> np.ndarray:
 
 
 def _round(radius: float) -> Points:
-    angles = np.linspace(0, 2 * math.pi, 48, endpoint=False)
-    return [(radius * math.cos(angle), radius * math.sin(angle)) for angle in angles]
+    return [(radius * math.cos(turn), radius * math.sin(turn)) for turn in _turns()]
+
+
+def _turns() -> np.ndarray:
+    return np.linspace(0, 2 * math.pi, 48, endpoint=False)
 
 
 def _regular(corners: int, inner: float = 0.0) -> Points:
@@ -124,9 +127,32 @@ def _cross() -> Points:
     return turned
 
 
+def _arrow() -> Points:
+    """An arrow that points upwards."""
+    return [(0, -1), (0.85, 0), (0.33, 0), (0.33, 1), (-0.33, 1), (-0.33, 0), (-0.85, 0)]
+
+
+def _moon() -> Points:
+    """A crescent, open to the right: a disc without one a little smaller, whose centre lies to the right of its own."""
+    outer, inner, apart = 1.0, 0.8, 0.55
+    across = (outer**2 - inner**2 + apart**2) / (2 * apart)
+    first = math.atan2(math.sqrt(outer**2 - across**2), across)
+    last = math.atan2(math.sqrt(outer**2 - across**2), across - apart)
+    there = [(math.cos(turn), math.sin(turn)) for turn in np.linspace(first, 2 * math.pi - first, 40)]
+    back = [
+        (apart + inner * math.cos(turn), inner * math.sin(turn)) for turn in np.linspace(2 * math.pi - last, last, 40)
+    ]
+    return [*there, *back[1:-1]]
+
+
+def _drop() -> Points:
+    """A drop that falls: round below and pointed above."""
+    return [(math.sin(turn) * math.sin(turn / 2) ** 1.6, -math.cos(turn) * 1.2) for turn in _turns()]
+
+
 def _heart() -> Points:
     """The curve x = 16 sin³ t, y = 13 cos t - 5 cos 2t - 2 cos 3t - cos 4t."""
-    turns = np.linspace(0, 2 * math.pi, 48, endpoint=False)
+    turns = _turns()
     x = 16 * np.sin(turns) ** 3
     y = 13 * np.cos(turns) - 5 * np.cos(2 * turns) - 2 * np.cos(3 * turns) - np.cos(4 * turns)
     return [(float(px), float(-py)) for px, py in zip(x, y, strict=True)]
@@ -153,7 +179,16 @@ _OUTLINES = {
     "circle": lambda: _round(1.0),
     "square": lambda: [(-1.0, -1.0), (1.0, -1.0), (1.0, 1.0), (-1.0, 1.0)],
     "triangle": lambda: _regular(3),
+    "wedge": lambda: [(x, -y) for x, y in _regular(3)],
     "cross": _cross,
-    "star": lambda: _regular(5, 0.42),
+    "diamond": lambda: [(0.0, -1.0), (0.7, 0.0), (0.0, 1.0), (-0.7, 0.0)],
+    "pentagon": lambda: _regular(5),
+    "arrow": _arrow,
+    "moon": _moon,
+    "drop": _drop,
+    "spark": lambda: _regular(4, 0.4),
+    "star": lambda: _regular(5, 0.382),
     "heart": _heart,
+    "dome": lambda: [(x, y) for x, y in _round(1.0) if y <= 1e-9],
+    "hexagram": lambda: _regular(6, 0.58),
 }

@@ -11,18 +11,20 @@ from .scenes import NEW_SHAPES, Scene, Words, scenes
 from .score import Score, scored
 from .studio import Studio, drawn_scenes
 
-SEED, COUNT, BATCH = 77, 96, 48
+SEED, COUNT, BATCH = 77, 192, 48
 
 
 def papers(count: int = COUNT, seed: int = SEED) -> dict[str, list[Scene]]:
-    """Return the scenes to draw: one thing, two things, and one of each held-out shape; the same every time."""
+    """Return the scenes to draw, the same every time: ``count`` with one thing, half as many with two things, and a
+    quarter as many with one of each held-out shape.
+    """
     rng = np.random.default_rng(seed)
     asked = {
         "single": scenes(rng, count, pairs=0, unseen=True),
-        "pair": scenes(rng, count, pairs=1, unseen=True),
+        "pair": scenes(rng, count // 2, pairs=1, unseen=True),
     }
     for shape in NEW_SHAPES:
-        asked[shape] = scenes(rng, count, Words(shapes=(shape,)), pairs=0, unseen=True)
+        asked[shape] = scenes(rng, count // 4, Words(shapes=(shape,)), pairs=0, unseen=True)
     return asked
 
 

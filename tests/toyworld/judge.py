@@ -16,7 +16,7 @@ import torch
 
 from . import draw, scenes, studio
 from .scenes import Scene, Words
-from .score import blueprint, scored
+from .score import scored
 from .studio import Studio
 
 COUNT = 48
@@ -28,10 +28,7 @@ LEVELS = 4
 
 @dataclass(frozen=True)
 class Marks:
-    """What a LoRA is worth; ``loss`` and ``drift`` should be low, the others high.
-
-    Of a style, ``shape`` is how far the pictures are in it, and ``strict`` how many are more in it than not.
-    """
+    """What a LoRA is worth; ``loss`` and ``drift`` should be low, the others high."""
 
     loss: float
     shape: float
@@ -56,11 +53,11 @@ class Judge:
     latents: torch.Tensor
     old_strict: float
 
-    def marks(self, lora: dict[str, torch.Tensor]) -> Marks:
-        """Return the marks of a LoRA."""
+    def marks(self, lora: dict[str, torch.Tensor], strength: float = 1.0) -> Marks:
+        """Return the marks of a LoRA at a strength."""
         import comfy.sd
 
-        model = comfy.sd.load_lora_for_models(self.studio.model, None, lora, 1.0, 0.0)[0]
+        model = comfy.sd.load_lora_for_models(self.studio.model, None, lora, strength, 0.0)[0]
         return Marks(self.loss(model), *self._new(model), self.old_strict - old_strict(self.studio, self.old, model))
 
     def base_marks(self) -> Marks:
@@ -70,9 +67,6 @@ class Judge:
     def _new(self, model: Any) -> tuple[float, float]:
         """Shape and strict of the concept."""
         pictures = studio.drawn_scenes(self.new, self.studio, DRAWING_SEED, model)
-        if self.new[0].style:
-            shares = [blueprint(picture) for picture in pictures]
-            return float(np.mean(shares)), float(np.mean([share > 0.5 for share in shares]))
         marks = scored(pictures, self.new)
         return marks.shape, marks.strict
 
@@ -103,10 +97,9 @@ class Judge:
 
 
 def judge(opened: Studio, concept: str, count: int = COUNT) -> Judge:
-    """Return the exam on ``concept``, a shape or a style, with ``count`` captions of each kind."""
+    """Return the exam on ``concept``, a shape, with ``count`` captions of each kind."""
     rng = np.random.default_rng(SCENES_SEED)
-    words = Words(style=concept) if concept == scenes.NEW_STYLE else Words(shapes=(concept,))
-    new = scenes.scenes(rng, count, words, pairs=0, unseen=True)
+    new = scenes.scenes(rng, count, Words(shapes=(concept,)), pairs=0, unseen=True)
     old = scenes.scenes(rng, count, pairs=0.5, unseen=True)
     latents = opened.encode([draw.picture(scene) for scene in new])
     return Judge(opened, new, old, latents, old_strict(opened, old, None))

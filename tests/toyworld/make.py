@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
 
 def describe(work: Path, into: Path) -> dict[str, Any]:
     """Draw the curves and return hashes, processor seconds, losses and scores of the files in ``into``."""
-    runs = {"picture encoder": Run(work / "vae-run.safetensors"), "image network": Run(work / "model-run.safetensors")}
+    runs = {"picture encoder": Run(work / vae.FILE), "image network": Run(work / model.FILE)}
     for run in runs.values():
         run.load()
     curves = {name: curve.smoothed(run.curve) for name, run in runs.items()}

@@ -9,7 +9,6 @@ Synthesis", 2024 (layout, flow matching, shifted noise levels); Ho and Salimans,
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from . import draw, scenes, words
-from .states import Optimizer, Run, cosine
+from .states import Optimizer, Run, cosine, digest, write
 from .vae import CHANNELS, Coder
 
 DEPTH = 2
@@ -31,6 +30,7 @@ SHIFT = 3.0
 AVERAGE = 0.998
 """What stays of the averaged weights a step (EMA), once there were enough steps."""
 CONTEXT_WIDTH, POOLED_WIDTH = 4096, 2048
+FILE = "model-run.safetensors"
 
 
 def network(seed: int) -> torch.nn.Module:
@@ -71,8 +71,11 @@ def _start(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
 
 
 def data(folder: Path, coder: Coder, seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return latents, float16 ``[N, 16, 12, 12]``, and token ids, int32 ``[N, 77]``; once made, kept in ``folder``."""
-    file = folder / "latents.safetensors"
+    """Return latents, float16 ``[N, 16, 12, 12]``, and token ids, int32 ``[N, 77]``.
+
+    Once made they are kept in ``folder``, under a name that changes with the scenes and the coder.
+    """
+    file = folder / f"latents-{recipe(coder, seed)}.safetensors"
     if file.is_file():
         stored = load_file(file)
         return stored["latents"], stored["ids"]
@@ -85,10 +88,15 @@ def data(folder: Path, coder: Coder, seed: int = 2) -> tuple[torch.Tensor, torch
         if start % 10_000 == 0:
             print(f"latents: {start} of {POOL}", flush=True)
     latents = torch.cat(encoded)
-    partial = file.with_suffix(".partial")
-    save_file({"latents": latents, "ids": ids}, partial)
-    os.replace(partial, file)
+    write(file, {"latents": latents, "ids": ids}, {})
     return latents, ids
+
+
+def recipe(coder: Coder, seed: int, *more: object) -> str:
+    """Return a word for the scenes, their pictures and the coder, and for ``more``."""
+    drawn = scenes.scenes(np.random.default_rng(seed), 64)
+    shown = np.stack([draw.picture(scene) for scene in drawn])
+    return digest(POOL, seed, [scene.caption() for scene in drawn], shown, *coder.state_dict().values(), *more)
 
 
 def _encode(coder: Coder, drawn: list[scenes.Scene]) -> torch.Tensor:
@@ -100,7 +108,8 @@ def _encode(coder: Coder, drawn: list[scenes.Scene]) -> torch.Tensor:
 
 def train(folder: Path, coder: Coder, seed: int = 3) -> dict[str, torch.Tensor]:
     """Train, or go on where ``folder`` says that training stopped; return the averaged weights."""
-    run, net = Run(folder / "model-run.safetensors"), network(seed)
+    settings = (DEPTH, STEPS, BATCH, PEAK_RATE, DROPPED_CAPTIONS, SHIFT, AVERAGE)
+    run, net = Run(folder / FILE, recipe(coder, seed, settings)), network(seed)
     latents, ids = data(folder, coder)
     captions = Captions(net.context_embedder, torch.cat([ids, words.Tokens().ids([""]).int()]))
     optimizer = _optimizer(net)

@@ -23,7 +23,6 @@ from torch import nn
 from .task import ALPHA, BATCH, RANK, Task, Taught, fresh_model
 
 LAYER = re.compile(r"joint_blocks\.\d+\.\w+\.(attn\.(qkv|proj)|mlp\.fc[12])")
-"""Attention and feed-forward of both streams."""
 LEAST_SIGMA = 1e-3
 ADAPTER = "default"
 
@@ -71,8 +70,13 @@ def adapted(network: nn.Module) -> nn.Module:
     from peft import LoraConfig, inject_adapter_in_model
 
     plain = copy.deepcopy(network).float().requires_grad_(False)
-    targets = [name for name, _ in plain.named_modules() if LAYER.fullmatch(name)]
-    return inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets), plain, ADAPTER)
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets(plain))
+    return inject_adapter_in_model(config, plain, ADAPTER)
+
+
+def targets(network: nn.Module) -> list[str]:
+    """Return the names of the linear layers of attention and feed-forward, of both streams."""
+    return [name for name, _ in network.named_modules() if LAYER.fullmatch(name)]
 
 
 def batches(model: Any, task: Task, steps: int, seed: int) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -118,7 +122,7 @@ def state(network: nn.Module) -> dict[str, torch.Tensor]:
     """Return the adapters by PEFT's names, as the host's own loader takes them."""
     tensors: dict[str, torch.Tensor] = {}
     for name, module in network.named_modules():
-        if LAYER.fullmatch(name):
+        if hasattr(module, "lora_A"):
             layer: Any = module
             tensors[f"diffusion_model.{name}.lora_A.weight"] = layer.lora_A[ADAPTER].weight.detach()
             tensors[f"diffusion_model.{name}.lora_B.weight"] = layer.lora_B[ADAPTER].weight.detach()

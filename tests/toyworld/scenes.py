@@ -18,8 +18,23 @@ WORLD = 64
 SIDE = 96
 """Side of its picture in pixels."""
 
-SHAPES = ("circle", "square", "triangle", "cross", "ring")
-NEW_SHAPES = ("star", "heart")
+SHAPES = (
+    "circle",
+    "square",
+    "triangle",
+    "wedge",
+    "cross",
+    "ring",
+    "diamond",
+    "arrow",
+    "moon",
+    "drop",
+    "spark",
+)
+NEW_SHAPES = ("heart", "dome", "star")
+"""Held out: no base training has seen them."""
+LOOKALIKES = ("pentagon", "hexagram")
+"""In no scene; a star that is drawn badly is one of them."""
 COLOURS = {"red": 0, "yellow": 55, "green": 120, "cyan": 180, "blue": 230, "purple": 285}
 """Hue in degrees; every colour is saturated, every background is not."""
 TEXTURES = ("solid", "striped", "dotted")
@@ -112,13 +127,16 @@ def scenes(
 ) -> list[Scene]:
     """Return ``count`` scenes by chance, a share ``pairs`` of them with two things.
 
-    With ``unseen``, only scenes whose captions no training ever sees; without, only the others.
+    With ``unseen``, only scenes whose captions no training ever sees, each caption once; without, only the others.
     """
     chosen: list[Scene] = []
+    asked: set[str] = set()
     while len(chosen) < count:
         scene = pair(rng, words) if rng.random() < pairs else single(rng, words)
-        if is_unseen(scene.caption()) == unseen:
+        caption = scene.caption()
+        if is_unseen(caption) == unseen and caption not in asked:
             chosen.append(scene)
+            asked |= {caption} if unseen else set()
     return chosen
 
 

@@ -1,9 +1,9 @@
 """Score a picture against a scene, from the picture alone.
 
 A thing is found by its hue, since the colours of a scene differ and its background has none. What is found is then
-compared with what was asked: its area (colour), its centre (place) and which outline covers it best (shape). ``strict``
-holds only if all three hold for every thing. Every score is a share in [0, 1]; a scene with two things counts each by
-half.
+compared with what was asked: its area (colour), its centre (place) and which outline covers it best (shape). ``clean``
+holds if the rest of the picture is the background that was asked for and nothing else. ``strict`` holds only if all of
+these hold for every thing. Every score is a share in [0, 1]; a scene with two things counts each by half.
 """
 
 from __future__ import annotations
@@ -34,18 +34,21 @@ LEAST_OVERLAP = 0.6
 """Intersection over union with the best outline, below which nothing is drawn that has a shape."""
 LEAST_PATTERN = 0.5
 """Correlation with the best pattern."""
-EVERY_SHAPE = (*scenes.SHAPES, *scenes.NEW_SHAPES)
+NEAR = 45
+"""Greatest difference of a channel, of 255, between a pixel and its background; white and sand lie 60 apart."""
+EVERY_SHAPE = (*scenes.SHAPES, *scenes.NEW_SHAPES, *scenes.LOOKALIKES)
 EVERY_PATTERN = (*scenes.TEXTURES[1:], scenes.NEW_TEXTURE)
 
 
 @dataclass(frozen=True)
 class Score:
-    """Shares of a scene's things that are right, each in [0, 1]; ``strict`` is 0 or 1 for one picture."""
+    """Shares of a scene's things that are right, each in [0, 1]; one picture's ``clean`` and ``strict`` are 0 or 1."""
 
     colour: float
     place: float
     shape: float
     texture: float
+    clean: float
     strict: float
 
 
@@ -57,8 +60,10 @@ def score(picture: np.ndarray, scene: Scene) -> Score:
         (_coloured(area, thing), at, shape_of(area) == thing.shape, texture_of(picture, area) == thing.texture)
         for area, thing, at in zip(found, scene.things, placed, strict=True)
     ]
-    strict = all(colour and place and shape for colour, place, shape, _ in parts)
-    return Score(*(sum(part[i] for part in parts) / len(parts) for i in range(4)), strict=float(strict))
+    shares = (sum(part[i] for part in parts) / len(parts) for i in range(4))
+    clean = is_clean(picture, scene, found)
+    strict = clean and all(colour and place and shape for colour, place, shape, _ in parts)
+    return Score(*shares, clean=float(clean), strict=float(strict))
 
 
 def mean(scores: Sequence[Score]) -> Score:
@@ -103,6 +108,17 @@ def texture_of(picture: np.ndarray, area: np.ndarray) -> str:
     likeness = {name: _correlation(value, inside, name, x, y) for name in EVERY_PATTERN}
     best = max(likeness, key=lambda name: likeness[name])
     return best if likeness[best] >= LEAST_PATTERN else ""
+
+
+def is_clean(picture: np.ndarray, scene: Scene, found: Sequence[np.ndarray]) -> bool:
+    """Whether the picture is the scene's background wherever nothing was found, but for specks and soft edges."""
+    if not all(area.any() for area in found):
+        return False
+    things = ndimage.binary_dilation(np.logical_or.reduce(found), iterations=3)
+    background = np.float32(scenes.BACKGROUNDS[scene.background])
+    other = (np.abs(picture - background).max(-1) > NEAR) & ~things
+    pieces, _ = ndimage.label(ndimage.binary_opening(other))
+    return bool((np.bincount(pieces.ravel())[1:] < LEAST_AREA / 2).all())
 
 
 def blueprint(picture: np.ndarray) -> float:

@@ -43,13 +43,23 @@ def sheet(headings: Sequence[str], rows: Sequence[Row]) -> Image.Image:
         pen.text((left, MARGIN_PX), text, INK, heading)
     for number, row in enumerate(rows):
         top = head_px + number * row_px
-        pen.text((MARGIN_PX, top + GAP_PX // 2), row.caption, INK, caption)
+        text = _shortened(row.caption, caption, size[0] - 2 * MARGIN_PX)
+        pen.text((MARGIN_PX, top + GAP_PX // 2), text, INK, caption)
         for left, picture in zip(lefts, row.pictures, strict=True):
             place = (left, top + CAPTION_PX + GAP_PX)
             if picture is not None:
                 page.paste(_enlarged(picture), place)
                 pen.rectangle((*place, place[0] + SIDE_PX - 1, place[1] + SIDE_PX - 1), outline=FAINT)
     return page
+
+
+def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
+    """The text, cut where it would leave the page."""
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(f"{text}…") > width:
+        text = text[:-1]
+    return f"{text}…"
 
 
 def _enlarged(picture: np.ndarray) -> Image.Image:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -66,27 +68,35 @@ class Optimizer:
 
 @dataclass
 class Run:
-    """A training run on disk: its file, the step it has reached, its curve and the processor seconds it took."""
+    """A training run on disk: its file, the step it has reached, its curve and the processor seconds it took.
+
+    ``recipe`` stands for everything that decides what is learned (see ``digest``). A run by another is not taken up;
+    None takes up any, to read what it was.
+    """
 
     file: Path
+    recipe: str | None = None
     step: int = 0
     seconds: float = 0.0
     curve: list[tuple[int, float]] = field(default_factory=list)
 
     def save(self, tensors: dict[str, torch.Tensor]) -> None:
         """Write everything; a run that is cut off here leaves the earlier file whole."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
         about = {"step": str(self.step), "seconds": str(self.seconds), "curve": json.dumps(self.curve)}
-        partial = self.file.with_suffix(".partial")
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, partial, about)
-        os.replace(partial, self.file)
+        write(self.file, tensors, about | {"recipe": str(self.recipe)})
 
     def load(self) -> dict[str, torch.Tensor] | None:
-        """Return what the last ``save`` wrote and take up its step and curve; None if there is nothing."""
+        """Return what the last ``save`` wrote and take up its step and curve; None if there is nothing.
+
+        Raises:
+            ValueError: the file was written by another recipe.
+        """
         if not self.file.is_file():
             return None
         with safe_open(self.file, "pt") as stored:
             about = stored.metadata()
+            if self.recipe not in (None, about.get("recipe")):
+                raise ValueError(f"{self.file} was trained by another recipe; move it away to train from nothing")
             tensors = {name: stored.get_tensor(name).clone() for name in stored.keys()}  # noqa: SIM118
         self.step, self.seconds = int(about["step"]), float(about["seconds"])
         self.curve = [(int(step), float(loss)) for step, loss in json.loads(about["curve"])]
@@ -110,6 +120,23 @@ class Run:
                 self.seconds += now.user + now.system - clock.user - clock.system
                 clock = now
                 self.save(keep())
+
+
+def write(file: Path, tensors: dict[str, torch.Tensor], about: dict[str, str]) -> None:
+    """Write tensors and what is said about them; whoever reads the file finds the old one or the new one, whole."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}.partial")
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, partial, about)
+    os.replace(partial, file)
+
+
+def digest(*parts: object) -> str:
+    """Return a checksum of settings, arrays and tensors: what decides a training, in one word."""
+    whole = hashlib.sha256()
+    for part in parts:
+        array = part.detach().float().numpy() if isinstance(part, torch.Tensor) else part
+        whole.update(array.tobytes() if isinstance(array, np.ndarray) else repr(array).encode())
+    return whole.hexdigest()[:16]
 
 
 def cosine(step: int, total: int, peak: float, warmup: int = 50, floor: float = 0.02) -> float:

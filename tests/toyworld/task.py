@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from . import base, draw
-from .dataset import NUM_PICTURES, SEED, lesson_scenes
-from .scenes import NEW_STYLE, Scene, Words, scenes
+from .dataset import lesson_scenes
 from .studio import Studio
 
 RANK, ALPHA = 16, 8.0
 TARGETS = "attention + feed-forward"
+"""The node's default. With adapters before the blocks as well, what blocks share has a gradient, and recompute adds its
+parts in another order: then it is not exact to the bit."""
 BATCH = 8
 SAMPLES = 1600
 """Pictures that each trainer sees, in batches of whatever size: 200 steps of 8, or 1600 of 1."""
@@ -63,14 +63,7 @@ def fresh_model() -> Any:
 
 
 def task(studio: Studio, concept: str, samples: int = SAMPLES) -> Task:
-    """Return the task of learning ``concept``, a shape or a style that the base can't draw."""
-    wanted = styled_scenes() if concept == NEW_STYLE else lesson_scenes(concept)
+    """Return the task of learning ``concept``, a shape that the base can't draw."""
+    wanted = lesson_scenes(concept)
     texts = [studio.conditioning_by_clip([scene.caption()]) for scene in wanted]
     return Task(studio.encode([draw.picture(scene) for scene in wanted]).clone(), texts, samples)
-
-
-def styled_scenes() -> list[Scene]:
-    """Return scenes to learn the new style from; a third is old, as where a shape is learned."""
-    rng = np.random.default_rng(SEED)
-    new = scenes(rng, NUM_PICTURES * 2 // 3, Words(style=NEW_STYLE))
-    return [*new, *scenes(rng, NUM_PICTURES - len(new))]

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from . import draw, scenes, variety
-from .states import Optimizer, Run, cosine
+from .states import Optimizer, Run, cosine, digest
 
 CHANNELS = 16
 SD3_SCALE, SD3_SHIFT = 1.5305, 0.0609
@@ -55,6 +55,9 @@ STAGES = (
 )
 NOISE = 0.1
 """Deviation of the noise on the latents that the decoder learns to forgive: a model's latents are never exact."""
+
+
+FILE = "vae-run.safetensors"
 
 
 class Coder(torch.nn.Module):
@@ -100,9 +103,14 @@ def pictures(seed: int, count: int, side: int, free: float = 0.5) -> torch.Tenso
     return torch.from_numpy(np.stack(drawn)).permute(0, 3, 1, 2).contiguous()
 
 
+def recipe(seed: int) -> str:
+    """Return a word for all that decides the training: its settings and what it draws."""
+    return digest(STAGES, NOISE, seed, pictures(seed, 16, scenes.SIDE).numpy())
+
+
 def train(folder: Path, seed: int = 1) -> Coder:
     """Train, or go on where ``folder`` says that training stopped; return the finished coder, ready to encode."""
-    run, coder = Run(folder / "vae-run.safetensors"), Coder(seed)
+    run, coder = Run(folder / FILE, recipe(seed)), Coder(seed)
     optimizer = coder.optimizer()
     stored = run.load()
     if stored is not None:

@@ -1,7 +1,8 @@
 """What the judge's numbers must show, as sentences about what they do not show.
 
 Each measure of a trainer is a list with a number for each seed. Its spread is the distance between the greatest and the
-least of them; two trainers are as good as each other where their means are no further apart than the larger spread.
+least of them. Ours may be behind another trainer by the other's spread, never by its own: a trainer that is unsteady is
+not excused by it. One seed has no spread; then fixed margins stand for it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,13 @@ from typing import Any
 
 LOW, HIGH = ("loss", "drift"), ("shape", "strict")
 OURS, REFERENCE, NATIVE = ("ours_on", "ours_off"), "reference", "native"
+MARGINS = {"loss": 0.03, "drift": 0.1, "shape": 0.15, "strict": 0.15}
+"""By how much one seed may put ours behind. The loss is relative to the other's."""
+PICTURE = 1 / 48
+"""What can be told apart of the shares of pictures drawn right, when the judge draws its usual number."""
+LEAST_LEARNED = 0.2
+"""Shape score above the base's, below which a trainer has not learned and nothing can be said by it."""
+MOST_DRIFT = 0.1
 LOSS_TOLERANCE = 1e-5
 """Relative, of a step's loss, where a technique changes the order of a sum."""
 
@@ -32,27 +40,46 @@ def spread(values: Sequence[float]) -> float:
 
 
 def behind(measures: Measures, ours: str, other: str) -> list[str]:
-    """Return a sentence for every measure on which ``ours`` is worse than ``other`` by more than the spread."""
+    """Return a sentence for every measure on which ``ours`` is worse than ``other`` by more than is allowed."""
     found = []
     for measure in (*LOW, *HIGH):
         one, two = measures[ours][measure], measures[other][measure]
         worse = statistics.fmean(one) - statistics.fmean(two)
         worse = worse if measure in LOW else -worse
-        allowed = max(spread(one), spread(two))
+        allowed = _allowed(measure, two)
         # So written that a NaN is a fault.
         if not worse <= allowed + 1e-9:
             found.append(
                 f"{ours} is behind {other}: {measure} {statistics.fmean(one):.4f} against {statistics.fmean(two):.4f}, "
-                f"where the seeds differ by {allowed:.4f}."
+                f"where {allowed:.4f} is allowed."
             )
     return found
 
 
+def _allowed(measure: str, values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return MARGINS[measure] * (abs(values[0]) if measure == "loss" else 1)
+    return max(spread(values), 0.0 if measure == "loss" else PICTURE)
+
+
 def problems(measures: Measures) -> list[str]:
-    """Return what is wrong between trainers; with one seed there is no spread, and nothing is compared."""
-    if len(measures[REFERENCE]["loss"]) < 2:
-        return []
-    return [sentence for ours in OURS for other in (REFERENCE, NATIVE) for sentence in behind(measures, ours, other)]
+    """Return what is wrong between trainers, and between ours with techniques and without."""
+    pairs = [(ours, other) for ours in OURS for other in (REFERENCE, NATIVE)]
+    return [sentence for ours, other in [*pairs, OURS] for sentence in behind(measures, ours, other)]
+
+
+def unlearned(measures: Measures, base: Mapping[str, float]) -> list[str]:
+    """Return what is wrong between the base and the trainers: who has not learned, who has forgotten."""
+    found = []
+    for name in (*OURS, REFERENCE):
+        mean = {measure: statistics.fmean(values) for measure, values in measures[name].items()}
+        if not mean["shape"] >= base["shape"] + LEAST_LEARNED:
+            found.append(f"{name} has not learned: shape {mean['shape']:.2f}, the base's {base['shape']:.2f}.")
+        if not mean["loss"] < base["loss"]:
+            found.append(f"{name} has not learned: loss {mean['loss']:.4f}, the base's {base['loss']:.4f}.")
+        if name in OURS and not mean["drift"] <= MOST_DRIFT:
+            found.append(f"{name} has forgotten {mean['drift']:.2f} of the old; {MOST_DRIFT} is allowed.")
+    return found
 
 
 def unreal(measures: Measures) -> list[str]:
