@@ -12,10 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import Any
 
@@ -26,9 +27,9 @@ from tests.toyworld import judge, native, reference, studio, task, trainers, ver
 
 CONCEPT, SWEEP_CONCEPT = "heart", "dome"
 SEEDS = (0, 1, 2)
-GRID = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+GRID = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 SWEEP_COUNT = 24
-"""Captions of each kind that a sweep draws: enough to tell rates from each other that differ by two."""
+"""Captions of each kind that a sweep draws with each LoRA."""
 RATES = {"ours": 4e-3, "reference": 8e-3, "native": 5e-4}
 """What `python3 dev.py bench quality --sweep` found."""
 SWEPT = {"ours": "ours_off", "reference": "reference", "native": "native"}
@@ -36,7 +37,10 @@ SWEPT = {"ours": "ours_off", "reference": "reference", "native": "native"}
 LEAST_SWEPT = 0.3
 """Shape score that a rate must reach to be chosen."""
 ALIKE = 2 / SWEEP_COUNT
-"""Difference of what rates are worth, two pictures, that is chance."""
+"""Difference of what rates are worth, two pictures, that is chance where each was tried with one seed."""
+EXACT_STEPS = 50
+"""Steps after which the exact techniques are compared with none: each step does the same, and the played device takes
+ten times as long for it."""
 SHAPE_FLOOR = 0.5
 
 Progress = Callable[[str], None]
@@ -102,11 +106,15 @@ class Bench:
         asked, marking = self.asked(concept, count)
         found: dict[str, Any] = {}
         for name, trainer in SWEPT.items():
-            marks: dict[float, judge.Marks] = {}
-            for rate in grid:
-                marks[rate] = marking.marks(self.train(trainer, asked, rate, 0).lora)
-                self._say(f"{concept}: {name} at {rate:g}: {line(marks[rate])}")
-            found[name] = {"rate": best(marks), "marks": {f"{rate:g}": asdict(mark) for rate, mark in marks.items()}}
+
+            def tried(rate: float, seed: int, trainer: str = trainer) -> judge.Marks:
+                marks = marking.marks(self.train(trainer, asked, rate, seed).lora)
+                self._say(f"{concept}: {trainer} at {rate:g}, seed {seed}: {line(marks)}")
+                return marks
+
+            rate, marks = swept(tried, grid)
+            every = {f"{rate:g}": [asdict(mark) for mark in each] for rate, each in marks.items()}
+            found[name] = {"rate": rate, "marks": every}
         return found
 
     def train(self, name: str, asked: task.Task, rate: float, seed: int) -> task.Taught:
@@ -135,8 +143,9 @@ class Bench:
                     measures[name].setdefault(measure, []).append(value)
                 self._say(f"seed {seed}: {name}: {line(marks)}")
             distances.append(trainers.loss_distance(taught["ours_on"], taught["ours_off"]))
-            exact = self.train("ours_exact", asked, rates["ours"], seed)
-            differing += trainers.differing(exact, taught["ours_off"])
+            short = replace(asked, samples=min(asked.samples, EXACT_STEPS * task.BATCH))
+            exact, off = (self.train(name, short, rates["ours"], seed) for name in ("ours_exact", "ours_off"))
+            differing += trainers.differing(exact, off)
         device_bytes = self._bytes(asked)
         base = {**asdict(marking.base_marks()), "old_strict": marking.old_strict}
         # max() would pass over a NaN that is not the first.
@@ -185,26 +194,57 @@ def worth(marks: judge.Marks) -> float:
     return marks.shape - marks.drift
 
 
-def best(marks: Mapping[float, judge.Marks]) -> float:
-    """Return the rate that is worth most; one that learned next to nothing is worth nothing for having kept all.
+def swept(
+    tried: Callable[[float, int], judge.Marks], grid: Sequence[float]
+) -> tuple[float, dict[float, list[judge.Marks]]]:
+    """Return the rate that is worth most, and the marks of every rate tried, one for each seed.
 
-    Of rates that so few pictures can't tell apart, the one with the lowest loss is taken.
+    From the lowest rate up each is tried with one seed, until two in a row are worth clearly less than the best was.
+    Those that one seed can't tell from the best are then tried with the others: a sweep by one seed finds other rates
+    for two trainers that are the same.
+
+    Args:
+        tried: takes a rate and a seed.
     """
+    marks: dict[float, list[judge.Marks]] = {}
+    for rate in grid:
+        marks[rate] = [tried(rate, SEEDS[0])]
+        near = alike({rate: each[0] for rate, each in marks.items()})
+        if marks[max(near)][0].shape >= LEAST_SWEPT and len([rate for rate in marks if rate > max(near)]) == 2:
+            break
+    for rate in near:
+        marks[rate] += [tried(rate, seed) for seed in SEEDS[1:]]
+    return best({rate: mean(marks[rate]) for rate in near}), marks
+
+
+def alike(marks: Mapping[float, judge.Marks]) -> list[float]:
+    """Return the rates that one seed can't tell from the best; one that learned next to nothing is worth nothing."""
     learned = {rate: mark for rate, mark in marks.items() if mark.shape >= LEAST_SWEPT} or dict(marks)
     most = max(worth(mark) for mark in learned.values())
-    alike = {rate: mark for rate, mark in learned.items() if worth(mark) >= most - ALIKE}
-    return min(alike, key=lambda rate: alike[rate].loss)
+    return [rate for rate, mark in learned.items() if worth(mark) >= most - ALIKE - 1e-9]
+
+
+def best(marks: Mapping[float, judge.Marks]) -> float:
+    """Return the rate that is worth most; of two that are worth the same, the one with the lower loss."""
+    return max(marks, key=lambda rate: (round(worth(marks[rate]), 6), -marks[rate].loss))
+
+
+def mean(marks: Sequence[judge.Marks]) -> judge.Marks:
+    """Return the mean of each mark."""
+    names = [field.name for field in fields(judge.Marks)]
+    return judge.Marks(**{name: statistics.fmean(getattr(mark, name) for mark in marks) for name in names})
 
 
 def unsettled(sweep: Mapping[str, Any], grid: Sequence[float]) -> list[str]:
     """Return for which trainers a sweep has not found a rate: the best at an end of the grid, or nothing learned."""
-    found = []
-    for name, swept in sweep.items():
-        if swept["rate"] in (grid[0], grid[-1]):
-            found.append(f"{name}: the best rate is {swept['rate']:g}, at an end of the grid; widen it.")
-        if swept["marks"][f"{swept['rate']:g}"]["shape"] < LEAST_SWEPT:
-            found.append(f"{name}: no rate of the grid learned the concept.")
-    return found
+    problems = []
+    for name, found in sweep.items():
+        if found["rate"] in (grid[0], grid[-1]):
+            problems.append(f"{name}: the best rate is {found['rate']:g}, at an end of the grid; widen it.")
+        shapes = [mark["shape"] for mark in found["marks"][f"{found['rate']:g}"]]
+        if statistics.fmean(shapes) < LEAST_SWEPT:
+            problems.append(f"{name}: no rate of the grid learned the concept.")
+    return problems
 
 
 def line(marks: judge.Marks) -> str:

@@ -172,23 +172,47 @@ def mark(shape: float, drift: float) -> judge.Marks:
     return judge.Marks(loss=0.5, shape=shape, strict=shape, drift=drift)
 
 
+def sweep_of(by_rate: dict[float, list[judge.Marks]]) -> tuple[float, dict[float, int]]:
+    """The rate that a sweep takes where each has these marks by seed, and how many seeds it tried for each."""
+    rate, marks = quality.swept(lambda rate, seed: by_rate[rate][seed % len(by_rate[rate])], list(by_rate))
+    return rate, {rate: len(each) for rate, each in marks.items()}
+
+
 def test_a_sweep_takes_the_rate_worth_most_of_those_that_learned() -> None:
-    assert quality.best({1e-3: mark(0.0, -0.3), 2e-3: mark(0.7, 0.05), 4e-3: mark(0.8, 0.4)}) == 2e-3
-    assert quality.best({1e-3: mark(0.1, 0.05), 2e-3: mark(0.2, 0.5)}) == 1e-3
+    assert sweep_of({1e-3: [mark(0.0, -0.3)], 2e-3: [mark(0.7, 0.05)], 4e-3: [mark(0.8, 0.4)]})[0] == 2e-3
+    assert sweep_of({1e-3: [mark(0.1, 0.05)], 2e-3: [mark(0.2, 0.5)]})[0] == 1e-3
 
 
-def test_of_rates_that_few_pictures_cannot_tell_apart_a_sweep_takes_the_lowest_loss() -> None:
+def test_a_sweep_tries_rates_that_one_seed_cannot_tell_apart_with_every_seed() -> None:
+    close = mark(0.9 - 0.9 * quality.ALIKE, 0.0)
+    lucky = [mark(0.9, 0.0), mark(0.6, 0.0), mark(0.6, 0.0)]
+    assert sweep_of({1e-3: lucky, 2e-3: [close], 4e-3: [mark(0.9 - 1.1 * quality.ALIKE, 0.0)]}) == (
+        2e-3,
+        {1e-3: 3, 2e-3: 3, 4e-3: 1},
+    )
+
+
+def test_of_rates_worth_the_same_a_sweep_takes_the_one_with_the_lower_loss() -> None:
     better = replace(mark(0.9, 0.0), loss=0.4)
-    assert quality.best({1e-3: mark(0.9 + 0.9 * quality.ALIKE, 0.0), 2e-3: better}) == 2e-3
-    assert quality.best({1e-3: mark(0.9 + 1.1 * quality.ALIKE, 0.0), 2e-3: better}) == 1e-3
+    assert sweep_of({1e-3: [mark(0.9, 0.0)], 2e-3: [better]})[0] == 2e-3
+    assert sweep_of({1e-3: [better], 2e-3: [mark(0.9, 0.0)]})[0] == 1e-3
+
+
+def test_a_sweep_goes_up_until_two_rates_are_worth_clearly_less() -> None:
+    marks = {1e-3: [mark(0.0, 0.0)], 2e-3: [mark(0.0, 0.2)], 4e-3: [mark(0.0, 0.3)], 8e-3: [mark(0.8, 0.0)]}
+    assert sweep_of({**marks, 1.6e-2: [mark(0.5, 0.0)], 3.2e-2: [mark(0.1, 0.0)], 6.4e-2: [mark(0.9, 0.0)]}) == (
+        8e-3,
+        {1e-3: 1, 2e-3: 1, 4e-3: 1, 8e-3: 3, 1.6e-2: 1, 3.2e-2: 1},
+    )
 
 
 def test_a_sweep_without_an_answer_is_a_fault() -> None:
-    marks = {"0.001": asdict(mark(0.1, 0)), "0.002": asdict(mark(0.8, 0)), "0.004": asdict(mark(0.9, 0))}
+    marks = {"0.001": [mark(0.1, 0)], "0.002": [mark(0.8, 0)], "0.004": [mark(0.9, 0)]}
+    found = {"marks": {rate: [asdict(each) for each in every] for rate, every in marks.items()}}
     grid = (1e-3, 2e-3, 4e-3)
-    assert quality.unsettled({"ours": {"rate": 2e-3, "marks": marks}}, grid) == []
-    assert "an end of the grid" in quality.unsettled({"ours": {"rate": 4e-3, "marks": marks}}, grid)[0]
-    assert len(quality.unsettled({"ours": {"rate": 1e-3, "marks": marks}}, grid)) == 2
+    assert quality.unsettled({"ours": {"rate": 2e-3, **found}}, grid) == []
+    assert "an end of the grid" in quality.unsettled({"ours": {"rate": 4e-3, **found}}, grid)[0]
+    assert len(quality.unsettled({"ours": {"rate": 1e-3, **found}}, grid)) == 2
 
 
 @pytest.mark.parametrize(
@@ -277,7 +301,7 @@ def test_a_lora_of_200_steps_draws_a_shape_that_the_base_cannot_draw_and_keeps_t
 def test_more_strength_draws_the_shape_more_often_and_none_is_the_base(pack: Any, opened: studio.Studio) -> None:
     import comfy.sd
 
-    bench = quality.Bench(pack, opened, print)
+    bench = quality.Bench(pack, opened, print, count=quality.SWEEP_COUNT)
     asked, marking = bench.asked(quality.CONCEPT)
     lora = bench.train("ours_off", asked, quality.RATES["ours"], 0).lora
     half, full = (marking.marks(lora, strength).shape for strength in (0.5, 1.0))
