@@ -32,11 +32,13 @@ PINNED_BY_US = ("torch", "torchvision", "torchaudio")
 
 # Above tests/ is the pack's own __init__.py, which only ComfyUI can import; pytest would run it.
 PYTEST = ("-m", "pytest", "-q", "-ra", "--durations=5", "--tb=short", "--confcutdir=tests")
+# A file's tests stay together: they share what is slow to make.
+TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile")
 STAGES: dict[str, tuple[tuple[str, ...], ...]] = {
     "lint": (("-m", "ruff", "check", "."), ("-m", "ruff", "format", "--check", ".")),
     "types": (("-m", "mypy"),),
-    "core": ((*PYTEST, "tests/core"),),
-    "inhost": ((*PYTEST, "tests/inhost"),),
+    "core": ((*PYTEST, *TWO_AT_ONCE, "tests/core"),),
+    "inhost": ((*PYTEST, *TWO_AT_ONCE, "tests/inhost"),),
     "host": ((*PYTEST, "tests/host", "tests/browser"),),
 }
 
