@@ -23,7 +23,7 @@ SAMPLES = 1600
 
 @dataclass(frozen=True)
 class Task:
-    """The same pictures for every trainer, as the host's own VAE and CLIP give them.
+    """The same pictures for every trainer, as the host's own VAE gives them, with what its CLIP says of the captions.
 
     Attributes:
         latents: unscaled, ``[N, 16, 12, 12]``.
@@ -65,5 +65,5 @@ def fresh_model() -> Any:
 def task(studio: Studio, concept: str, samples: int = SAMPLES) -> Task:
     """Return the task of learning ``concept``, a shape that the base can't draw."""
     wanted = lesson_scenes(concept)
-    texts = [studio.conditioning_by_clip([scene.caption()]) for scene in wanted]
+    texts = [studio.conditioning([scene.caption()]) for scene in wanted]
     return Task(studio.encode([draw.picture(scene) for scene in wanted]).clone(), texts, samples)
