@@ -14,6 +14,7 @@ from ..errors import DatasetError, PathError, UnsupportedModelError
 from ..ports import LatentCodec, TextEncoder
 from ..units import format_bytes
 from .dataset import Dataset, Sample, digest_of
+from .index import CacheEntry, CacheIndex, EncodedScale
 from .pixels import to_pixels
 from .store import generation, invalidate, path_of, peek, write
 
@@ -24,46 +25,6 @@ LATENTS = "latents"
 STRUCTURE = "structure"
 
 OnProgress = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True)
-class CacheEntry:
-    """Where one sample's encodings are.
-
-    Attributes:
-        latent_shape: without a batch axis.
-        bucket_px: height and width the image was fitted to, for reports; None if unknown.
-    """
-
-    name: str
-    latents_key: str
-    text_key: str
-    latent_shape: tuple[int, ...]
-    repeats: int
-    complexity_score: float | None = None
-    bucket_px: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True)
-class CacheIndex:
-    """A built cache: a handle that holds no tensor.
-
-    Attributes:
-        entries: one per sample, in the dataset's order.
-        ram_cache_bytes: how much of it ``TieredCache`` may keep in RAM.
-        empty_text_key: the empty caption's encoding.
-    """
-
-    root: Path
-    entries: tuple[CacheEntry, ...]
-    ram_cache_bytes: int
-    empty_text_key: str
-
-    @property
-    def fingerprint(self) -> str:
-        """Hex digest of what decides training: contents, order and repeats; not names, scores or places."""
-        rows = [(e.latents_key, e.text_key, e.latent_shape, e.repeats) for e in self.entries]
-        return digest_of(self.empty_text_key, rows)
 
 
 @dataclass(frozen=True)
@@ -107,8 +68,8 @@ class _Steps:
 
 
 def num_steps(dataset: Dataset) -> int:
-    """Return the number of steps ``build`` reports: each sample's caption and image, and the empty caption."""
-    return 2 * len(dataset.samples) + 1
+    """Return the number of steps ``build`` reports: each sample's captions and image, and the empty caption."""
+    return sum(len(_captions(sample)) + 1 for sample in dataset.samples) + 1
 
 
 def build(
@@ -135,14 +96,20 @@ def build(
     generation(root)
     steps = _Steps(num_steps(dataset), on_progress)
     empty_key = _build_text("", encoder, root, steps)
-    text_keys = [_build_text(sample.caption, encoder, root, steps) for sample in dataset.samples]
+    text_keys = [
+        tuple(_build_text(caption, encoder, root, steps) for caption in _captions(sample)) for sample in dataset.samples
+    ]
     built = [_build_latents(sample, dataset.config.background, codec, root, steps) for sample in dataset.samples]
     entries = tuple(
-        _entry(sample, text_key, *latents)
-        for sample, text_key, latents in zip(dataset.samples, text_keys, built, strict=True)
+        _entry(sample, keys, *latents) for sample, keys, latents in zip(dataset.samples, text_keys, built, strict=True)
     )
-    index = CacheIndex(root, entries, ram_cache_bytes, empty_key)
+    dropout = float(getattr(dataset.config, "caption_dropout", 0.0))
+    index = CacheIndex(root, entries, ram_cache_bytes, empty_key, dropout)
     return index, _report(steps, len(entries), ram_cache_bytes)
+
+
+def _captions(sample: Sample) -> tuple[str, ...]:
+    return tuple(getattr(sample, "captions", (sample.caption,)))
 
 
 def _build_text(caption: str, encoder: TextEncoder, root: Path, steps: _Steps) -> str:
@@ -197,12 +164,11 @@ def _read_unchanged(sample: Sample) -> bytes:
     return data
 
 
-def _entry(sample: Sample, text_key: str, latents_key: str, latent_shape: tuple[int, ...]) -> CacheEntry:
+def _entry(sample: Sample, text_keys: tuple[str, ...], latents_key: str, latent_shape: tuple[int, ...]) -> CacheEntry:
     return CacheEntry(
         name=sample.name,
-        latents_key=latents_key,
-        text_key=text_key,
-        latent_shape=latent_shape,
+        scales=(EncodedScale(1.0, latent_shape, (latents_key,)),),
+        text_keys=text_keys,
         repeats=sample.repeats,
         complexity_score=None if sample.complexity is None else sample.complexity.score,
         bucket_px=sample.bucket_px,

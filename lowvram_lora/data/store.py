@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import PathError
 
-Kind = Literal["latents", "text"]
+Kind = Literal["latents", "mask", "text"]
 
 _GENERATION = "generation"
 

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from ..errors import CacheMissError
 from ..ports import Encoding
-from .cache import LATENTS, STRUCTURE, CacheEntry, CacheIndex
+from .cache import LATENTS, STRUCTURE
+from .draw import Draw
 from .encodings import unpack
+from .index import CacheIndex
 from .store import Kind, Stored, UnreadableFileError, discard, invalidate, path_of, read
 
 T = TypeVar("T")
@@ -32,6 +34,9 @@ class TierStats:
     misses: int = 0
     ram_bytes: int = 0
 
+    def sent(self, num_bytes: int) -> None:
+        """Count what went to the device."""
+
 
 @dataclass(frozen=True)
 class _Held(Generic[T]):
@@ -50,23 +55,36 @@ class TieredCache:
         self._index = index
         self._held: OrderedDict[str, _Held[Stored]] = OrderedDict()
 
-    def latents(self, entry: CacheEntry) -> Tensor:
+    def latents(self, draw: Draw) -> Tensor:
         """Return the unscaled latents, float32 on the CPU, without a batch axis.
 
         Raises:
             CacheMissError: they are gone from disk, or damaged. Build Tiered Cache then runs at the next Queue.
         """
-        return self._read("latents", entry.latents_key, entry.name, lambda stored: _to_latents(stored, entry))
+        shape = self._index.image_of(draw).latent_shape
+        return self._read("latents", self._index.latents_key(draw), draw, lambda stored: _to_latents(stored, shape))
 
-    def conditioning(self, entry: CacheEntry) -> Encoding:
+    def mask(self, draw: Draw) -> Tensor | None:
+        """Return the weights of the loss ``[1, ..., h, w]``, float32 on the CPU, or None without a mask.
+
+        Raises:
+            CacheMissError: as for ``latents``.
+        """
+        key = self._index.mask_key(draw)
+        if key is None:
+            return None
+        shape = (1, *self._index.image_of(draw).latent_shape[1:])
+        return self._read("mask", key, draw, lambda stored: _to_latents(stored, shape))
+
+    def conditioning(self, draw: Draw) -> Encoding:
         """Return the caption's conditioning, on the CPU.
 
         Raises:
             CacheMissError: as for ``latents``.
         """
-        return self._read("text", entry.text_key, entry.name, _to_encoding)
+        return self._read("text", self._index.text_key(draw), draw, _to_encoding)
 
-    def _read(self, kind: Kind, key: str, name: str, part: Callable[[Stored], T]) -> T:
+    def _read(self, kind: Kind, key: str, draw: Draw, part: Callable[[Stored], T]) -> T:
         held = self._held.get(key)
         if held is not None:
             self._held.move_to_end(key)
@@ -80,7 +98,7 @@ class TieredCache:
         except (UnreadableFileError, KeyError, ValueError, TypeError) as error:
             discard(path)
             invalidate(self._index.root)
-            raise CacheMissError(name) from error
+            raise CacheMissError(self._index.entries[draw.entry].name) from error
         self._hold(key, stored)
         return value
 
@@ -95,10 +113,10 @@ class TieredCache:
         self.stats.ram_bytes += num_bytes
 
 
-def _to_latents(stored: Stored, entry: CacheEntry) -> Tensor:
+def _to_latents(stored: Stored, shape: tuple[int, ...]) -> Tensor:
     latents = stored.tensors[LATENTS]
-    if tuple(latents.shape) != entry.latent_shape:
-        raise ValueError(f"latents of shape {tuple(latents.shape)} in place of {entry.latent_shape}")
+    if tuple(latents.shape) != shape:
+        raise ValueError(f"latents of shape {tuple(latents.shape)} in place of {shape}")
     return latents
 
 

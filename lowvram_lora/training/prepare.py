@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..config import LoraConfig, TrainConfig
 from ..data.batches import BatchRecipe
-from ..data.cache import CacheEntry
+from ..data.draw import EMPTY_CAPTION, Batch, Draw
 from ..data.store import path_of
 from ..data.tiers import TieredCache
 from ..memory.facts import Facts
@@ -253,7 +253,7 @@ def changed(prepared: Prepared, change: Change) -> Prepared:
 def _simulators(
     job: Job, layers: dict[str, nn.Module], prepared: Prepared, sizes: tuple[int, ...] | None = None
 ) -> dict[int, Simulator]:
-    batch = largest_batch(job.recipe)
+    batch, text = largest_batch(job.recipe), longest_text(job.recipe)
     return {
         size: Simulator(
             denoiser=job.denoiser,
@@ -262,6 +262,7 @@ def _simulators(
             dtype=DTYPES[prepared.precision],
             samples=prepared.samples,
             batch=batch[:size],
+            text=text,
             cancel=job.cancel,
         )
         for size in sizes or _sizes(len(batch))
@@ -282,13 +283,29 @@ def _sizes(batch_size: int) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def largest_batch(recipe: BatchRecipe) -> tuple[CacheEntry, ...]:
-    """Return a batch that needs at least as much as any in ``recipe``: its largest one, with the longest captions."""
-    entries = recipe.cache.entries
-    longest = max(entries, key=lambda entry: _text_bytes(recipe, entry))
-    batch = max(recipe.epoch(0), key=lambda batch: len(batch) * math.prod(entries[batch[0]].latent_shape))
-    return tuple(replace(entries[index], text_key=longest.text_key) for index in batch)
+def largest_batch(recipe: BatchRecipe) -> Batch:
+    """Return draws that go through the network together and need at least as much as any in ``recipe``.
+
+    Draws of one latent shape do; of a batch of several shapes those that need most are returned.
+    """
+    cache = recipe.cache
+    groups: dict[tuple[int, ...], Batch] = {}
+    for batch in recipe.epoch(0):
+        shapes = [cache.image_of(draw).latent_shape for draw in batch]
+        for shape in dict.fromkeys(shapes):
+            group = tuple(draw for draw, other in zip(batch, shapes, strict=True) if other == shape)
+            groups[shape] = max(groups.get(shape, ()), group, key=len)
+    return max(groups.items(), key=lambda found: len(found[1]) * math.prod(found[0]))[1]
 
 
-def _text_bytes(recipe: BatchRecipe, entry: CacheEntry) -> int:
-    return path_of(recipe.cache.root, "text", entry.text_key).stat().st_size
+def longest_text(recipe: BatchRecipe) -> Draw:
+    """Return a draw with a caption that needs at least as much as any in ``recipe``."""
+    cache = recipe.cache
+    draws = [
+        Draw(index, caption=caption)
+        for index, entry in enumerate(cache.entries)
+        for caption in range(len(entry.text_keys))
+    ]
+    if cache.caption_dropout:
+        draws.append(Draw(0, caption=EMPTY_CAPTION))
+    return max(draws, key=lambda draw: path_of(cache.root, "text", cache.text_key(draw)).stat().st_size)

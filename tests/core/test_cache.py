@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lowvram_lora.config import DataConfig
 from lowvram_lora.data.cache import BuildReport, CacheIndex, build, generation, invalidate, num_steps
+from lowvram_lora.data.draw import EMPTY_CAPTION, Draw
 from lowvram_lora.data.encodings import unpack
 from lowvram_lora.data.pixels import to_pixels
 from lowvram_lora.data.scan import Dataset, scan
@@ -68,13 +69,14 @@ def counts(report: BuildReport) -> tuple[int, int, int, int]:
 def test_what_was_encoded_comes_back(base: Path) -> None:
     index, _ = built(base)
     cache = TieredCache(index)
-    for entry, sample in zip(index.entries, scanned(base).samples, strict=True):
+    for number, sample in enumerate(scanned(base).samples):
+        entry, draw = index.entries[number], Draw(number)
         assert entry.name == sample.name
         data = sample.image.read_bytes()
         expected = FakeCodec().encode(to_pixels(data, sample.image, sample.bucket_px, "#ffffff"))
-        assert torch.equal(cache.latents(entry), expected)
+        assert torch.equal(cache.latents(draw), expected)
         assert entry.latent_shape == tuple(expected.shape) == (4, 8, 8)
-        tokens, extra = unpack(cache.conditioning(entry))[0]
+        tokens, extra = unpack(cache.conditioning(draw))[0]
         wanted_tokens, wanted_extra = unpack(FakeTextEncoder().encode(sample.caption))[0]
         assert torch.equal(tokens, wanted_tokens)
         assert torch.equal(extra["pooled_output"], wanted_extra["pooled_output"])
@@ -126,7 +128,7 @@ def test_names_with_dots_have_two_entries(base: Path) -> None:
     Image.new("RGB", (64, 64), (0, 0, 255)).save(base / "set" / "aaa.ccc.png")
     index, _ = built(base)
     cache = TieredCache(index)
-    by_name = {entry.name: cache.latents(entry) for entry in index.entries}
+    by_name = {entry.name: cache.latents(Draw(number)) for number, entry in enumerate(index.entries)}
     assert by_name["aaa.bbb.png"][0, 0, 0] == 1.0
     assert by_name["aaa.ccc.png"][0, 0, 0] == -1.0
 
@@ -163,7 +165,7 @@ def test_a_damaged_file_is_rebuilt(base: Path, damage: bytes | None) -> None:
         path.write_bytes(path.read_bytes()[:-7] if damage is None else damage)
     again, report = built(base)
     assert counts(report) == (1, 3, 1, 2)
-    assert TieredCache(again).latents(again.entries[0]).shape == (4, 8, 8)
+    assert TieredCache(again).latents(Draw(0)).shape == (4, 8, 8)
 
 
 def test_the_empty_caption_is_encoded_too(base: Path) -> None:
@@ -172,8 +174,7 @@ def test_the_empty_caption_is_encoded_too(base: Path) -> None:
     index, report = built(base)
     assert report.texts_built == 4
     assert index.empty_text_key not in {entry.text_key for entry in index.entries}
-    empty = replace(index.entries[0], text_key=index.empty_text_key)
-    tokens = unpack(TieredCache(index).conditioning(empty))[0][0]
+    tokens = unpack(TieredCache(index).conditioning(Draw(0, caption=EMPTY_CAPTION)))[0][0]
     assert torch.equal(tokens, unpack(FakeTextEncoder().encode(""))[0][0])
 
 
@@ -191,11 +192,10 @@ def test_stopping_keeps_what_is_done_and_leaves_no_part_files(base: Path) -> Non
 def test_ram_is_capped_in_counted_bytes(base: Path) -> None:
     index, _ = built(base, ram_cache_bytes=2 * LATENT_BYTES)
     cache = TieredCache(index)
-    a, b, c = index.entries
-    for entry in (a, b, a, c, a, b):
-        cache.latents(entry)
+    for number in (0, 1, 0, 2, 0, 1):
+        cache.latents(Draw(number))
         assert cache.stats.ram_bytes <= 2 * LATENT_BYTES
-    # a stays because it was used last when c pushed one out: that one was b.
+    # 0 stays because it was used last when 2 pushed one out: that one was 1.
     assert (cache.stats.hits, cache.stats.misses) == (2, 4)
     assert cache.stats.ram_bytes == 2 * LATENT_BYTES
 
@@ -204,19 +204,19 @@ def test_without_ram_every_read_goes_to_disk(base: Path) -> None:
     index, _ = built(base)
     cache = TieredCache(index)
     for _ in range(3):
-        cache.latents(index.entries[0])
-        cache.conditioning(index.entries[0])
+        cache.latents(Draw(0))
+        cache.conditioning(Draw(0))
     assert (cache.stats.hits, cache.stats.misses, cache.stats.ram_bytes) == (0, 6, 0)
 
 
 def test_ram_and_disk_give_the_same(base: Path) -> None:
     index, _ = built(base, ram_cache_bytes=1 << 20)
     cache = TieredCache(index)
-    first = cache.latents(index.entries[1])
-    again = cache.latents(index.entries[1])
+    first = cache.latents(Draw(1))
+    again = cache.latents(Draw(1))
     assert cache.stats.hits == 1
     assert torch.equal(first, again)
-    assert torch.equal(first, TieredCache(replace(index, ram_cache_bytes=0)).latents(index.entries[1]))
+    assert torch.equal(first, TieredCache(replace(index, ram_cache_bytes=0)).latents(Draw(1)))
 
 
 @pytest.mark.parametrize("damage", [None, b"rubbish"])
@@ -225,17 +225,17 @@ def test_a_lost_file_is_named_and_the_next_build_heals(base: Path, kind: str, da
     index, _ = built(base)
     entry = index.entries[0]
     path = path_of(index.root, kind, entry.latents_key if kind == "latents" else entry.text_key)
-    latents, before = TieredCache(index).latents(entry), generation(index.root)
+    latents, before = TieredCache(index).latents(Draw(0)), generation(index.root)
     path.unlink() if damage is None else path.write_bytes(damage)
     cache = TieredCache(index)
     with pytest.raises(CacheMissError) as caught:
-        cache.latents(entry) if kind == "latents" else cache.conditioning(entry)
+        cache.latents(Draw(0)) if kind == "latents" else cache.conditioning(Draw(0))
     assert caught.value.name == entry.name
     assert generation(index.root) != before
     healed, report = built(base)
     assert report.texts_built + report.latents_built == 1
-    assert torch.equal(TieredCache(healed).latents(entry), latents)
-    assert TieredCache(healed).conditioning(entry).tensors.keys() == {"t0", "t1"}
+    assert torch.equal(TieredCache(healed).latents(Draw(0)), latents)
+    assert TieredCache(healed).conditioning(Draw(0)).tensors.keys() == {"t0", "t1"}
 
 
 def test_generation_changes_only_when_the_cache_was_lost(base: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_picture_changed_since_the_scan_never_enters_the_cache(base: Path) -> 
 def test_works_inside_the_hosts_inference_mode(base: Path) -> None:
     with torch.inference_mode():
         index, _ = built(base)
-    latents = TieredCache(index).latents(index.entries[0])
+    latents = TieredCache(index).latents(Draw(0))
     assert not latents.is_inference()
 
 

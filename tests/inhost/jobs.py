@@ -53,7 +53,7 @@ def family_cache(folder: Path, family: str, num: int = 2) -> CacheIndex:
         encoding = pack([[context, {"pooled_output": torch.randn(1, tiny.VECTOR, generator=generator)}]])
         store.write(store.path_of(folder, "latents", picture), {LATENTS: latents}, {})
         store.write(store.path_of(folder, "text", text), encoding.tensors, {STRUCTURE: encoding.structure})
-        entries.append(CacheEntry(f"noise {number}", picture, text, tuple(latents.shape), 1))
+        entries.append(CacheEntry.single(f"noise {number}", picture, text, tuple(latents.shape), 1))
     return CacheIndex(folder, tuple(entries), 1 << 20, "bb")
 
 
