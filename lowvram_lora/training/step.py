@@ -122,7 +122,7 @@ class _Rows(NamedTuple):
 
     latents: Tensor
     noise: Tensor
-    sigma_B: Tensor
+    sigmas: Tensor
     mask: Tensor | None
 
 
@@ -258,10 +258,10 @@ class Stepper:
         denoiser = self.denoiser
         self.begin()
         self.watch.phase("forward")
-        noised = denoiser.add_noise(rows.latents, rows.noise, rows.sigma_B)
+        noised = denoiser.add_noise(rows.latents, rows.noise, rows.sigmas)
         with torch.enable_grad():
-            predicted = denoiser.predict_x0(noised, rows.sigma_B, conditioning)
-            weight_B = denoiser.loss_weight(rows.sigma_B)
+            predicted = denoiser.predict_x0(noised, rows.sigmas, conditioning)
+            weight_B = denoiser.loss_weight(rows.sigmas)
             losses = objective.loss_per_sample(predicted, rows.latents, weight_B, rows.mask)
             loss = losses.sum() / num_samples
             scaled = self.scaler.scale(loss)
