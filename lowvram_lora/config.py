@@ -12,6 +12,8 @@ Precision = Literal["auto", "bf16", "fp16", "fp32"]
 Schedule = Literal["constant", "linear", "cosine"]
 Strategy = Literal["shuffle", "ordered"]
 CaptionExtension = Literal["auto", ".txt", ".caption"]
+MissingCaptions = Literal["trigger word", "empty", "folder name", "skip"]
+Masks = Literal["none", "alpha", "folder"]
 
 MAX_SEED = 2**64 - 1
 
@@ -31,6 +33,14 @@ def _require_finite(name: str, value: float, minimum: float) -> None:
     require(math.isfinite(value) and value >= minimum, name, value, f"a number of at least {minimum:g}")
 
 
+def _require_between(name: str, value: float, low: float, high: float) -> None:
+    require(low <= value <= high, name, value, f"{low:g} to {high:g}")
+
+
+def _is_one_line(text: str) -> bool:
+    return all(unicodedata.category(letter) not in ("Cc", "Cs") for letter in text)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """What Load Dataset reads.
@@ -42,6 +52,24 @@ class DataConfig:
         caption_extension: ``auto`` prefers ``.txt``, then ``.caption``.
         bucket_step: width and height are multiples of this, in pixels.
         background: the colour under transparent pixels, ``#rrggbb``.
+        custom_extension: an ending that is looked for before ``caption_extension``, with or without its dot.
+        missing_captions: what an image without a caption trains on; ``folder name`` gets the trigger word too.
+        caption_variants: captions encoded for each image; the first is the caption as written. More only where tags are
+            shuffled or dropped. All captions that were given are kept, also beyond this number.
+        shuffle_tags, tag_dropout: what makes the variants of a caption: its comma-separated tags in another order, each
+            left out with this probability.
+        keep_tags: so many leading tags stay where they are and are never left out.
+        caption_dropout: share of draws in training, 0 to 1, that see the empty caption; never baked into the cache.
+        max_aspect: the long side of a bucket is at most so many times the short one.
+        min_side, max_side: limits of a bucket's sides in pixels; 0 for none.
+        upscale: whether an image smaller than its bucket is scaled up; if not, it gets a bucket of its own size.
+        repeats: times each image is seen in an epoch, on top of the numbers in folder names.
+        image_variants: encoded variants of each image; the first is the plain one. More only with ``flip``,
+            ``random_crop`` or ``colour_jitter``.
+        colour_jitter: brightness, contrast and saturation of a variant are off by at most this share.
+        variant_seed: decides the variants of images and captions.
+        masks: where the weights of the loss come from: nowhere, the image's alpha, or a folder ``masks`` beside it.
+        validation_share: share of the images that is held out, chosen by content.
     """
 
     folder: str
@@ -50,16 +78,64 @@ class DataConfig:
     caption_extension: CaptionExtension = "auto"
     bucket_step: int = 64
     background: str = "#ffffff"
+    custom_extension: str = ""
+    missing_captions: MissingCaptions = "trigger word"
+    caption_variants: int = 1
+    shuffle_tags: bool = False
+    tag_dropout: float = 0.0
+    keep_tags: int = 0
+    caption_dropout: float = 0.0
+    max_aspect: float = 3.0
+    min_side: int = 0
+    max_side: int = 0
+    upscale: bool = True
+    repeats: int = 1
+    image_variants: int = 1
+    flip: bool = False
+    random_crop: bool = False
+    colour_jitter: float = 0.0
+    variant_seed: int = 0
+    masks: Masks = "none"
+    validation_share: float = 0.0
 
     def __post_init__(self) -> None:
         require(self.resolution >= 64, "resolution", self.resolution, "64 or more")
-        is_text = all(unicodedata.category(letter) not in ("Cc", "Cs") for letter in self.trigger_word)
-        require(is_text, "trigger_word", self.trigger_word, "plain text in one line")
-        _require_choice("caption_extension", self.caption_extension, CaptionExtension)
+        require(_is_one_line(self.trigger_word), "trigger_word", self.trigger_word, "plain text in one line")
         require(self.bucket_step in range(8, 257, 8), "bucket_step", self.bucket_step, "a multiple of 8, 8 to 256")
         colour = self.background.lstrip("#")
         is_colour = len(colour) == 6 and all(c in "0123456789abcdefABCDEF" for c in colour)
         require(is_colour, "background", self.background, "a colour like #ffffff")
+        self._check_captions()
+        self._check_buckets()
+        self._check_variants()
+        _require_choice("masks", self.masks, Masks)
+        _require_between("validation_share", self.validation_share, 0.0, 0.5)
+
+    def _check_captions(self) -> None:
+        _require_choice("caption_extension", self.caption_extension, CaptionExtension)
+        ending = self.custom_extension
+        is_ending = _is_one_line(ending) and len(ending) <= 32 and not set(ending) & set('/\\:*?"<>|')
+        require(is_ending, "custom_extension", ending, "the ending of a file name, like .tags")
+        is_image = ending.strip().lower().lstrip(".") in ("png", "jpg", "jpeg", "webp", "bmp", "gif", "avif")
+        require(not is_image, "custom_extension", ending, "an ending of text files")
+        _require_choice("missing_captions", self.missing_captions, MissingCaptions)
+        _require_between("caption_variants", self.caption_variants, 1, 32)
+        _require_between("tag_dropout", self.tag_dropout, 0.0, 0.9)
+        _require_between("keep_tags", self.keep_tags, 0, 1000)
+        _require_between("caption_dropout", self.caption_dropout, 0.0, 1.0)
+
+    def _check_buckets(self) -> None:
+        _require_between("max_aspect", self.max_aspect, 1.0, 16.0)
+        for name, side in (("min_side", self.min_side), ("max_side", self.max_side)):
+            require(side >= 0, name, side, "0 or more")
+        allowed = not self.max_side or self.max_side >= self.min_side
+        require(allowed, "max_side", self.max_side, f"0 or at least min_side, {self.min_side}")
+        _require_between("repeats", self.repeats, 1, 1000)
+
+    def _check_variants(self) -> None:
+        _require_between("image_variants", self.image_variants, 1, 16)
+        _require_between("colour_jitter", self.colour_jitter, 0.0, 0.5)
+        require(0 <= self.variant_seed <= MAX_SEED, "variant_seed", self.variant_seed, f"0 to {MAX_SEED}")
 
 
 @dataclass(frozen=True, kw_only=True)
