@@ -14,7 +14,12 @@ Strategy = Literal["shuffle", "ordered"]
 CaptionExtension = Literal["auto", ".txt", ".caption"]
 MissingCaptions = Literal["trigger word", "empty", "folder name", "skip"]
 Masks = Literal["none", "alpha", "folder"]
+CacheProfile = Literal["balanced", "disk only", "aggressive", "minimal"]
+CompressionChoice = Literal["auto", "none", "moderate", "high"]
+ScalesChoice = Literal["auto", "full", "full, 3/4", "full, 3/4, 1/2"]
+SwitchChoice = Literal["auto", "on", "off"]
 
+AUTO = "auto"
 MAX_SEED = 2**64 - 1
 
 
@@ -154,12 +159,41 @@ class ComplexityConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """How much of the cache Build Tiered Cache may hold in RAM, in MiB."""
+    """What Build Tiered Cache does. ``auto`` and -1 leave it to the profile; anything else wins over it.
 
-    ram_cache_mb: int = 1024
+    Attributes:
+        ram_cache_mb: MiB that encodings may take in RAM while training; -1 is the profile's.
+        profile: a set of defaults; ``disk only`` holds nothing in RAM whatever ``ram_cache_mb`` says.
+        compression: how latents are kept on disk: in full, at half precision, or in 8 bits.
+        scales: the sizes that are encoded of each picture, in parts of its bucket.
+        dynamic_precision: read simple samples at less precision while the run is young.
+        half_below, full_above: thresholds of dynamic precision, scores of 0 to 1; -1 is the usual one.
+        predictive: read the next batch from disk into RAM while a step runs.
+        disk_limit_gb: GiB that the whole cache may take on disk; 0 is no limit. Encodings that were not used for the
+            longest time are removed first, those of this dataset never.
+    """
+
+    ram_cache_mb: int = -1
+    profile: CacheProfile = "balanced"
+    compression: CompressionChoice = "auto"
+    scales: ScalesChoice = "auto"
+    dynamic_precision: SwitchChoice = "auto"
+    half_below: float = -1.0
+    full_above: float = -1.0
+    predictive: SwitchChoice = "auto"
+    disk_limit_gb: float = 0.0
 
     def __post_init__(self) -> None:
-        require(self.ram_cache_mb >= 0, "ram_cache_mb", self.ram_cache_mb, "0 or more")
+        require(self.ram_cache_mb >= -1, "ram_cache_mb", self.ram_cache_mb, "0 or more, or -1 for the profile's")
+        _require_choice("profile", self.profile, CacheProfile)
+        _require_choice("compression", self.compression, CompressionChoice)
+        _require_choice("scales", self.scales, ScalesChoice)
+        _require_choice("dynamic_precision", self.dynamic_precision, SwitchChoice)
+        _require_choice("predictive", self.predictive, SwitchChoice)
+        for name in ("half_below", "full_above"):
+            value = getattr(self, name)
+            require(value == -1.0 or 0.0 <= value <= 1.0, name, value, "0 to 1, or -1 for the usual")
+        _require_finite("disk_limit_gb", self.disk_limit_gb, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

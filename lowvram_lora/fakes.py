@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
 from .data.encodings import pack, unpack
-from .ports import Encoding, Weights
+from .ports import EncodedPictures, Encoding, Weights
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,16 @@ class FakeCodec:
     """A ``LatentCodec`` of 4 channels at an eighth of the size: mean red, green, blue and grey, -1 to 1."""
 
     fingerprint: str = "fake codec"
+    batch_limit: int = 1
 
-    def encode(self, pixels_HWC: Tensor) -> Tensor:
-        """Return latents ``[4, H / 8, W / 8]``."""
-        rgb = avg_pool2d(pixels_HWC.movedim(-1, 0), 8)
-        return torch.cat([rgb, rgb.mean(dim=0, keepdim=True)]) * 2.0 - 1.0
+    def encode(self, pixels_BHWC: Tensor) -> EncodedPictures:
+        """Return latents ``[B, 4, H / 8, W / 8]``."""
+        rgb = avg_pool2d(pixels_BHWC.movedim(-1, 1), 8)
+        return EncodedPictures(torch.cat([rgb, rgb.mean(dim=1, keepdim=True)], dim=1) * 2.0 - 1.0)
+
+    def encode_precisely(self, pixels_BHWC: Tensor) -> EncodedPictures | None:
+        """Return None: it computes in float32."""
+        return None
 
 
 @dataclass(frozen=True)

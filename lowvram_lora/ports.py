@@ -22,6 +22,20 @@ class Encoding:
     structure: str
 
 
+@dataclass(frozen=True)
+class EncodedPictures:
+    """A codec's output.
+
+    Attributes:
+        latents: unscaled, ``[B, C, h, w]`` or ``[B, C, 1, h, w]``, float32 on the CPU; not finite where the codec's
+            arithmetic overflowed.
+        in_tiles: device memory was too small for a picture, which was encoded piece by piece; not quite the same.
+    """
+
+    latents: Tensor
+    in_tiles: bool = False
+
+
 class LatentCodec(Protocol):
     """Pixels to latents: the host's VAE."""
 
@@ -30,12 +44,21 @@ class LatentCodec(Protocol):
         """Hex digest that changes when the weights do."""
         ...
 
-    def encode(self, pixels_HWC: Tensor) -> Tensor:
-        """Return the unscaled latents ``[C, h, w]`` (or ``[C, 1, h, w]``), float32 on the CPU.
+    @property
+    def batch_limit(self) -> int:
+        """How many pictures of one size are worth encoding at once, 1 or more."""
+        ...
+
+    def encode(self, pixels_BHWC: Tensor) -> EncodedPictures:
+        """Return the latents of pictures of one size.
 
         Args:
-            pixels_HWC: RGB in 0..1, float32.
+            pixels_BHWC: RGB in 0..1, float32; ``batch_limit`` pictures at most.
         """
+        ...
+
+    def encode_precisely(self, pixels_BHWC: Tensor) -> EncodedPictures | None:
+        """Return the latents computed in float32; None where ``encode`` does so already."""
         ...
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .dataset import digest_of
 from .draw import EMPTY_CAPTION, Draw
-from .store import Kind
+from .schedule import PrecisionSchedule
+from .store import Kind, path_of
 
 __all__ = ["CacheEntry", "CacheIndex", "EncodedScale"]
 
@@ -116,6 +117,8 @@ class CacheIndex:
         empty_text_key: the empty caption's encoding.
         caption_dropout: share of draws, 0 to 1, that are read with the empty caption.
         predictive: whether the next batch is read from disk while a step runs.
+        schedule: dynamic precision; None reads everything as it is on disk.
+        held_out: samples for validation, never drawn in training; ``validation`` is the cache of these.
     """
 
     root: Path
@@ -124,18 +127,32 @@ class CacheIndex:
     empty_text_key: str
     caption_dropout: float = 0.0
     predictive: bool = False
+    schedule: PrecisionSchedule | None = None
+    held_out: tuple[CacheEntry, ...] = ()
+
+    @property
+    def validation(self) -> CacheIndex:
+        """The cache of the samples that are held out, read as they are on disk."""
+        return replace(self, entries=self.held_out, held_out=(), caption_dropout=0.0, predictive=False, schedule=None)
 
     @property
     def fingerprint(self) -> str:
         """Hex digest of what decides training: contents, order and repeats; not names, scores or places."""
         rows = [entry._determining() for entry in self.entries]
-        more = {"caption_dropout": self.caption_dropout} if self.caption_dropout else {}
+        more: dict[str, Any] = {"caption_dropout": self.caption_dropout} if self.caption_dropout else {}
+        if self.schedule is not None:
+            more["schedule"] = asdict(self.schedule), [entry.complexity_score for entry in self.entries]
         return digest_of(self.empty_text_key, rows, *([more] if more else []))
 
     @property
     def scales(self) -> tuple[float, ...]:
         """The scales that any sample is encoded at, the full one first."""
         return tuple(sorted({encoded.scale for entry in self.entries for encoded in entry.scales}, reverse=True))
+
+    def file_names(self) -> frozenset[str]:
+        """Return the names of all files that may be read."""
+        files = {file for entry in (*self.entries, *self.held_out) for file in entry.files()}
+        return frozenset(path_of(self.root, *file).name for file in {*files, ("text", self.empty_text_key)})
 
     def image_of(self, draw: Draw) -> EncodedScale:
         """Return the size that ``draw`` takes."""

@@ -121,7 +121,9 @@ def budget_problems(config: TrainConfig, device: DeviceFacts) -> list[str]:
 
 def samples_of(job: Job) -> Batches:
     """Return the job's samples as they are."""
-    return Batches(recipe=job.recipe, cache=TieredCache(job.recipe.cache), seed=job.config.seed)
+    config = job.config
+    cache = TieredCache(job.recipe.cache, config.seed)
+    return Batches(recipe=job.recipe, cache=cache, seed=config.seed, steps=config.steps)
 
 
 def prepare(job: Job, layers: dict[str, nn.Module], precision: str, device: DeviceFacts) -> Prepared:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..config import OptimConfig
 from ..data.batches import BatchRecipe
-from ..data.draw import Batch, Draw
+from ..data.draw import AS_STORED, Batch, Draw
 from ..data.tiers import TieredCache
 from ..errors import UnsupportedModelError
 from ..memory.meter import Watch
@@ -75,12 +75,17 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """The samples of a recipe, from its cache."""
+    """The samples of a recipe, from its cache.
+
+    Attributes:
+        steps: of the run, for what changes in its course; 0 where that is not known.
+    """
 
     recipe: BatchRecipe
     cache: TieredCache
     seed: int
     latent_scale: float = 1.0
+    steps: int = 0
 
     def shape(self, draw: Draw) -> tuple[int, ...]:
         """Return the shape of the latents on disk."""
@@ -100,13 +105,36 @@ class Batches:
         return self.cache.conditioning(draw)
 
     def window(self, step: int, accumulation: int) -> list[Batch]:
-        """Return the batches of optimizer step ``step`` (0-based)."""
+        """Return the batches of optimizer step ``step`` (0-based); the next ones may be read from disk from now on."""
+        window = self._window(step, accumulation)
+        if self.recipe.cache.predictive and (not self.steps or step + 1 < self.steps):
+            coming = self._window(step + 1, accumulation)
+            self.cache.read_ahead(draw for batch in (*window, *coming) for draw in batch)
+        return window
+
+    def _window(self, step: int, accumulation: int) -> list[Batch]:
         first = step * accumulation
-        return [self.recipe.batch(k) for k in range(first, first + accumulation)]
+        return [self._at_precision(self.recipe.batch(k), step) for k in range(first, first + accumulation)]
+
+    def _at_precision(self, batch: Batch, step: int) -> Batch:
+        """Return ``batch`` as dynamic precision reads it; what the planner has chosen stays."""
+        schedule, entries = self.recipe.cache.schedule, self.recipe.cache.entries
+        if schedule is None or not self.steps:
+            return batch
+        return tuple(
+            replace(draw, precision=schedule.precision(entries[draw.entry].complexity_score, step, self.steps))
+            if draw.precision == AS_STORED
+            else draw
+            for draw in batch
+        )
 
     def sent(self, num_bytes: int) -> None:
         """Count it."""
-        self.cache.stats.sent(num_bytes)
+        self.cache.counters.count_device_transfer(num_bytes)
+
+    def close(self) -> None:
+        """End what the cache has going, such as reading ahead."""
+        self.cache.close()
 
 
 def _by_shape(samples: Samples, batch: Batch) -> list[list[int]]:

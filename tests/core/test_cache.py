@@ -8,7 +8,7 @@ from PIL import Image
 from torch import Tensor
 
 from lowvram_lora.config import DataConfig
-from lowvram_lora.data.cache import BuildReport, CacheIndex, build, generation, invalidate, num_steps
+from lowvram_lora.data.cache import BuildReport, CacheIndex, CachePlan, build, generation, invalidate, num_steps
 from lowvram_lora.data.draw import EMPTY_CAPTION, Draw
 from lowvram_lora.data.encodings import unpack
 from lowvram_lora.data.pixels import to_pixels
@@ -17,7 +17,7 @@ from lowvram_lora.data.store import path_of
 from lowvram_lora.data.tiers import TieredCache
 from lowvram_lora.errors import CacheMissError, DatasetError, PathError, UnsupportedModelError
 from lowvram_lora.fakes import FakeCodec, FakeTextEncoder
-from lowvram_lora.ports import Encoding
+from lowvram_lora.ports import EncodedPictures, Encoding
 
 CAPTIONS = {"a.png": "a cat", "b.png": "一只黑猫", "c.png": ""}
 LATENT_BYTES = 4 * 8 * 8 * 4
@@ -28,14 +28,19 @@ class Spy:
     """Passes on to the fakes and keeps the order of what was asked."""
 
     fingerprint: str = "spy"
+    batch_limit: int = 1
     asked: list[str] = field(default_factory=list)
 
-    def encode(self, value: Tensor | str) -> Tensor | Encoding:
+    def encode(self, value: Tensor | str) -> EncodedPictures | Encoding:
         if isinstance(value, str):
             self.asked.append(f"text {value}")
             return FakeTextEncoder().encode(value)
+        assert len(value) <= self.batch_limit
         self.asked.append(f"pixels {tuple(value.shape)}")
         return FakeCodec().encode(value)
+
+    def encode_precisely(self, pixels_BHWC: Tensor) -> EncodedPictures | None:
+        return None
 
 
 def make_images(folder: Path) -> None:
@@ -56,10 +61,11 @@ def base(tmp_path: Path) -> Path:
 
 
 def built(
-    base: Path, ram_cache_bytes: int = 0, spy: Spy | None = None, **options: object
+    base: Path, ram_cache_bytes: int = 0, spy: Spy | None = None, plan: CachePlan | None = None, **options: object
 ) -> tuple[CacheIndex, BuildReport]:
     spy = spy or Spy()
-    return build(scanned(base, **options), spy, spy, base / "cache", lambda *_: None, ram_cache_bytes)
+    plan = plan or CachePlan(ram_cache_bytes=ram_cache_bytes)
+    return build(scanned(base, **options), spy, spy, base / "cache", lambda *_: None, plan)
 
 
 def counts(report: BuildReport) -> tuple[int, int, int, int]:
@@ -73,7 +79,7 @@ def test_what_was_encoded_comes_back(base: Path) -> None:
         entry, draw = index.entries[number], Draw(number)
         assert entry.name == sample.name
         data = sample.image.read_bytes()
-        expected = FakeCodec().encode(to_pixels(data, sample.image, sample.bucket_px, "#ffffff"))
+        expected = FakeCodec().encode(to_pixels(data, sample.image, sample.bucket_px, "#ffffff")[None]).latents[0]
         assert torch.equal(cache.latents(draw), expected)
         assert entry.latent_shape == tuple(expected.shape) == (4, 8, 8)
         tokens, extra = unpack(cache.conditioning(draw))[0]
@@ -98,7 +104,7 @@ def test_one_model_works_at_a_time_and_every_step_is_told(base: Path) -> None:
     build(dataset, spy, spy, base / "cache", lambda done, total, text: told.append((done, total, bool(text))))
     kinds = [asked.split()[0] for asked in spy.asked]
     assert kinds == ["text"] * 3 + ["pixels"] * 3
-    assert told == [(step, num_steps(dataset), True) for step in range(1, 8)]
+    assert told == [(step, num_steps(dataset, CachePlan()), True) for step in range(1, 8)]
 
 
 def test_a_changed_pixel_rebuilds_exactly_one_entry(base: Path) -> None:
@@ -192,12 +198,14 @@ def test_stopping_keeps_what_is_done_and_leaves_no_part_files(base: Path) -> Non
 def test_ram_is_capped_in_counted_bytes(base: Path) -> None:
     index, _ = built(base, ram_cache_bytes=2 * LATENT_BYTES)
     cache = TieredCache(index)
-    for number in (0, 1, 0, 2, 0, 1):
+    for number in (0, 1, 0, 2, 0, 1, 2, 2, 2):
         cache.latents(Draw(number))
-        assert cache.stats.ram_bytes <= 2 * LATENT_BYTES
-    # 0 stays because it was used last when 2 pushed one out: that one was 1.
-    assert (cache.stats.hits, cache.stats.misses) == (2, 4)
-    assert cache.stats.ram_bytes == 2 * LATENT_BYTES
+        assert cache.counters.ram_bytes <= 2 * LATENT_BYTES
+    counters = cache.counters
+    assert counters.hits + counters.misses == 9
+    assert counters.hits >= 3
+    assert counters.ram_bytes == 2 * LATENT_BYTES
+    assert (counters.disk_reads, counters.disk_bytes) == (counters.misses, counters.misses * LATENT_BYTES)
 
 
 def test_without_ram_every_read_goes_to_disk(base: Path) -> None:
@@ -206,7 +214,7 @@ def test_without_ram_every_read_goes_to_disk(base: Path) -> None:
     for _ in range(3):
         cache.latents(Draw(0))
         cache.conditioning(Draw(0))
-    assert (cache.stats.hits, cache.stats.misses, cache.stats.ram_bytes) == (0, 6, 0)
+    assert (cache.counters.hits, cache.counters.misses, cache.counters.ram_bytes) == (0, 6, 0)
 
 
 def test_ram_and_disk_give_the_same(base: Path) -> None:
@@ -214,7 +222,7 @@ def test_ram_and_disk_give_the_same(base: Path) -> None:
     cache = TieredCache(index)
     first = cache.latents(Draw(1))
     again = cache.latents(Draw(1))
-    assert cache.stats.hits == 1
+    assert cache.counters.hits == 1
     assert torch.equal(first, again)
     assert torch.equal(first, TieredCache(replace(index, ram_cache_bytes=0)).latents(Draw(1)))
 
@@ -253,8 +261,8 @@ def test_generation_changes_only_when_the_cache_was_lost(base: Path) -> None:
 
 def test_latents_that_are_not_numbers_are_refused_by_name(base: Path) -> None:
     class Broken(FakeCodec):
-        def encode(self, pixels_HWC: Tensor) -> Tensor:
-            return super().encode(pixels_HWC) * float("nan")
+        def encode(self, pixels_BHWC: Tensor) -> EncodedPictures:
+            return EncodedPictures(super().encode(pixels_BHWC).latents * float("nan"))
 
     with pytest.raises(UnsupportedModelError, match=r"a\.png"):
         build(scanned(base), Broken(), Spy(), base / "cache", lambda *_: None)

@@ -17,7 +17,7 @@ from lowvram_lora import fakes
 from lowvram_lora.adapters.attach import Adapters
 from lowvram_lora.config import DataConfig, LoraConfig, OptimConfig, SamplerConfig, TrainConfig
 from lowvram_lora.data.batches import BatchRecipe
-from lowvram_lora.data.cache import build
+from lowvram_lora.data.cache import CachePlan, build
 from lowvram_lora.data.scan import scan
 from lowvram_lora.errors import BudgetError, ConfigError, PathError, PreflightError, UnsupportedModelError
 from lowvram_lora.events import Finished, Saved, Started, Stepped
@@ -40,7 +40,8 @@ def job(tmp_path: Path) -> Job:
         Image.new("RGB", (64, 64), (number * 80, 90, 30)).save(pictures / f"{number}.png")
         (pictures / f"{number}.txt").write_text(f"图 {number}", encoding="utf-8")
     dataset = scan(DataConfig(folder=str(pictures), resolution=64), [tmp_path])
-    index, _ = build(dataset, fakes.FakeCodec(), fakes.FakeTextEncoder(), tmp_path / "cache", lambda *_: None, 1 << 20)
+    plan = CachePlan(ram_cache_bytes=1 << 20)
+    index, _ = build(dataset, fakes.FakeCodec(), fakes.FakeTextEncoder(), tmp_path / "cache", lambda *_: None, plan)
     return Job(
         denoiser=fakes.FakeDenoiser(),
         recipe=BatchRecipe(index, SamplerConfig(batch_size=2)),
