@@ -1,4 +1,4 @@
-"""The host's MODEL, CLIP and VAE as the core's ports."""
+"""The host's MODEL as the core's port; its VAE and CLIP are in ``_encoders``."""
 
 from __future__ import annotations
 
@@ -21,43 +21,13 @@ import comfy.utils
 import torch
 from torch import Tensor, nn
 
-from ..lowvram_lora.data.encodings import pack, unpack
+from ..lowvram_lora.data.encodings import unpack
 from ..lowvram_lora.ports import Encoding
 from ._conditioning import grouped, stacked
 from ._digest import describe, digest, patcher_digest
 from ._host import load_model
 from ._kernels import kernel_problems
 from ._weights import LayerWeights, stored, unreadable
-
-
-class HostVae:
-    """The host's VAE as the core's ``LatentCodec``."""
-
-    def __init__(self, vae: Any) -> None:
-        self._vae = vae
-        self.fingerprint = patcher_digest(vae.patcher)
-
-    def encode(self, pixels_HWC: Tensor) -> Tensor:
-        """Return the unscaled latents of one picture, without the batch axis."""
-        latents: Tensor = self._vae.encode(pixels_HWC.unsqueeze(0))
-        return latents[0].float().cpu()
-
-
-# SD 1.5 and SDXL checkpoints lack it; the host then leaves it as the memory was, and these families do not use it.
-_NOT_LOADED = ("clip_l.transformer.text_projection.weight",)
-
-
-class HostClip:
-    """The host's CLIP as the core's ``TextEncoder``."""
-
-    def __init__(self, clip: Any) -> None:
-        self._clip = clip
-        options = (clip.layer_idx, sorted(clip.tokenizer_options.items()))
-        self.fingerprint = digest([patcher_digest(clip.patcher, _NOT_LOADED), repr(options)])
-
-    def encode(self, caption: str) -> Encoding:
-        """Return the conditioning the host's own CLIP Text Encode node gives for ``caption``."""
-        return pack(self._clip.encode_from_tokens_scheduled(self._clip.tokenize(caption), show_pbar=False))
 
 
 class HostWeights(LayerWeights):
