@@ -105,11 +105,16 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """The run is complete; ``reused`` when its record was found and nothing was trained."""
+    """The run is complete; ``reused`` when its record was found and nothing was trained.
+
+    Attributes:
+        reading: what the tiers of the cache did, in lines of text.
+    """
 
     record: Record
     path: Path
     reused: bool
+    reading: tuple[str, ...] = ()
 
 
 Event = Planning | Started | Stepped | Lowered | Saved | Finished

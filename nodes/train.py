@@ -97,7 +97,7 @@ def _follow(job: Job, progress: _host.Progress) -> _Followed:
                     notes.append(event.alarm)
                 progress.update(event.step, f"{_line(event)}\n{plan}")
             elif isinstance(event, Finished):
-                return _Followed(event, plan, tuple(notes))
+                return _Followed(event, plan, (*notes, *event.reading))
     raise AssertionError("a run ends with Finished or an error")
 
 

@@ -105,14 +105,12 @@ class TieredCache:
         self._ahead = wanted
 
     def close(self) -> None:
-        """End the reading ahead, let go of what is in RAM, and say that no file is in use any more."""
+        """End the reading ahead, and say that no file is in use any more. What is asked for later is still read."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
         if self._lease is not None:
             self._lease.release()
-        for key in list(self._held):
-            self._policy.drop(key)
-        self._pool, self._lease, self._ahead, self._held = None, None, {}, {}
+        self._pool, self._lease, self._ahead = None, None, {}
 
     def _files(self, draw: Draw) -> Iterable[tuple[str, File]]:
         """Yield what ``draw`` needs, each with its key in RAM."""

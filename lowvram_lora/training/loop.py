@@ -56,6 +56,7 @@ def train(job: Job, prepared: Prepared, layers: dict[str, nn.Module], progress: 
         torch.OutOfMemoryError: on the last rung.
     """
     with ExitStack() as undo:
+        undo.enter_context(closing(prepared.samples))
         if prepared.budget is not None:
             # The adapters are part of the plan, and there already.
             adapter_bytes = sum(parameter.nbytes for parameter in progress.adapters.parameters())

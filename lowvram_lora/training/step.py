@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..config import OptimConfig
 from ..data.batches import BatchRecipe
 from ..data.draw import AS_STORED, Batch, Draw
-from ..data.tiers import TieredCache
+from ..data.tiers import TieredCache, describe
 from ..errors import UnsupportedModelError
 from ..memory.meter import Watch
 from ..memory.random_state import forked
@@ -131,6 +131,10 @@ class Batches:
     def sent(self, num_bytes: int) -> None:
         """Count it."""
         self.cache.counters.count_device_transfer(num_bytes)
+
+    def report(self) -> tuple[str, ...]:
+        """Return what the tiers of the cache did, in lines of text."""
+        return tuple(describe(self.cache.counters, self.recipe.cache.ram_cache_bytes))
 
     def close(self) -> None:
         """End what the cache has going, such as reading ahead."""
