@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -17,19 +17,27 @@ from .index import CacheIndex
 
 
 class Planner(Protocol):
-    """A strategy: the cache's samples to epochs of batches."""
+    """A strategy: the cache's samples to batches, from the settings alone, so that any can be had at any time.
+
+    Entries, scales and precisions are decided here; which variants are read is not. Each epoch shows each sample
+    ``repeats`` times.
+    """
 
     @property
     def batches_per_epoch(self) -> int:
-        """Number of batches, the same in every epoch."""
+        """Number of batches of the first epoch; others may have more or fewer."""
         ...
 
     def epoch(self, n: int) -> Epoch:
-        """Return the batches of epoch ``n``, counted from 0: each sample ``repeats`` times.
+        """Return the batches of epoch ``n``, counted from 0."""
+        ...
 
-        Entries, scales and precisions are decided here; which variants are read is not. Depends on the cache, the
-        settings and ``n`` alone.
-        """
+    def batch(self, k: int) -> Batch:
+        """Return the ``k``-th batch, counted from 0 across epochs."""
+        ...
+
+    def largest(self) -> Batch:
+        """Return draws of one latent shape that need at least as much as any that go through the network together."""
         ...
 
     def lines(self) -> Iterable[str]:
@@ -46,7 +54,7 @@ def planner_for(cache: CacheIndex, config: SamplerConfig) -> Planner:
 class BatchRecipe:
     """A cache and the order in which its samples are drawn: a handle that holds no tensor.
 
-    Every epoch shows each sample exactly ``repeats`` times and has ``batches_per_epoch`` batches.
+    Every epoch shows each sample exactly ``repeats`` times.
 
     Raises:
         DatasetError: the cache has no entries.
@@ -54,7 +62,6 @@ class BatchRecipe:
 
     cache: CacheIndex
     config: SamplerConfig
-    _drawn: dict[int, Epoch] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.cache.entries:
@@ -67,7 +74,7 @@ class BatchRecipe:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Number of batches, the same in every epoch."""
+        """Number of batches of the first epoch."""
         return self.planner.batches_per_epoch
 
     @property
@@ -78,19 +85,11 @@ class BatchRecipe:
 
     def epoch(self, n: int) -> Epoch:
         """Return the planned batches of epoch ``n``, counted from 0, without the choice of variants."""
-        drawn = self._drawn.get(n)
-        if drawn is None:
-            drawn = self.planner.epoch(n)
-            # Training asks for batch after batch of one epoch, and perhaps for the next one ahead.
-            for old in [kept for kept in self._drawn if abs(kept - n) > 1]:
-                del self._drawn[old]
-            self._drawn[n] = drawn
-        return drawn
+        return self.planner.epoch(n)
 
     def batch(self, k: int) -> Batch:
         """Return the ``k``-th batch, counted from 0 across epochs, as it is read."""
-        n, position = divmod(k, self.batches_per_epoch)
-        batch = self.epoch(n)[position]
+        batch = self.planner.batch(k)
         if not self._has_choice:
             return batch
         return tuple(self._chosen(draw, f"{k}/{place}") for place, draw in enumerate(batch))

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from ..config import SamplerConfig
-from .draw import Draw, Epoch
+from .draw import Batch, Draw, Epoch
+from .groups import heaviest
 from .index import CacheEntry, CacheIndex
 
 Turn = tuple[int, ...]
@@ -20,8 +21,10 @@ class Bucketed:
     """
 
     def __init__(self, cache: CacheIndex, config: SamplerConfig) -> None:
+        self._cache = cache
         self._entries = cache.entries
         self._config = config
+        self._planned: dict[int, Epoch] = {}
 
     @cached_property
     def batches_per_epoch(self) -> int:
@@ -38,6 +41,24 @@ class Bucketed:
 
     def epoch(self, n: int) -> Epoch:
         """Return the batches of epoch ``n``, counted from 0."""
+        planned = self._planned.get(n)
+        if planned is None:
+            planned = self._plan(n)
+            # Training asks for batch after batch of one epoch, and perhaps for the next one ahead.
+            self._planned = {other: kept for other, kept in self._planned.items() if abs(other - n) == 1}
+            self._planned[n] = planned
+        return planned
+
+    def batch(self, k: int) -> Batch:
+        """Return the ``k``-th batch, counted from 0 across epochs."""
+        n, position = divmod(k, self.batches_per_epoch)
+        return self.epoch(n)[position]
+
+    def largest(self) -> Batch:
+        """Return the batch with the most latents; each epoch has one like it."""
+        return heaviest(self._cache, self.epoch(0))
+
+    def _plan(self, n: int) -> Epoch:
         # Text seeds are hashed by Python itself, the same on every version and machine.
         source = random.Random(f"{self._config.seed}/{n}")
         is_shuffled = self._config.strategy == "shuffle"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -286,18 +285,8 @@ def _sizes(batch_size: int) -> tuple[int, ...]:
 
 
 def largest_batch(recipe: BatchRecipe) -> Batch:
-    """Return draws that go through the network together and need at least as much as any in ``recipe``.
-
-    Draws of one latent shape do; of a batch of several shapes those that need most are returned.
-    """
-    cache = recipe.cache
-    groups: dict[tuple[int, ...], Batch] = {}
-    for batch in recipe.epoch(0):
-        shapes = [cache.image_of(draw).latent_shape for draw in batch]
-        for shape in dict.fromkeys(shapes):
-            group = tuple(draw for draw, other in zip(batch, shapes, strict=True) if other == shape)
-            groups[shape] = max(groups.get(shape, ()), group, key=len)
-    return max(groups.items(), key=lambda found: len(found[1]) * math.prod(found[0]))[1]
+    """Return draws that go through the network together and need at least as much as any in ``recipe``."""
+    return recipe.planner.largest()
 
 
 def longest_text(recipe: BatchRecipe) -> Draw:

@@ -16,6 +16,7 @@ from lowvram_lora.data import store
 from lowvram_lora.data.batches import BatchRecipe
 from lowvram_lora.data.cache import LATENTS, STRUCTURE, CacheEntry, CacheIndex, EncodedScale
 from lowvram_lora.data.draw import EMPTY_CAPTION, Batch, Draw
+from lowvram_lora.data.groups import heaviest
 from lowvram_lora.data.tiers import TieredCache
 from lowvram_lora.memory.meter import Meter
 from lowvram_lora.ports import Encoding
@@ -269,3 +270,11 @@ def test_variants_are_drawn_from_seed_and_place_and_all_of_them_come(index: Cach
 def test_caption_dropout_is_part_of_what_a_run_is_known_by(index: CacheIndex) -> None:
     prints = {replace(index, caption_dropout=share).fingerprint for share in (0.0, 0.1, 0.2)}
     assert len(prints) == 3
+
+
+def test_of_a_batch_of_several_shapes_the_heaviest_that_goes_together_is_planned_for(index: CacheIndex) -> None:
+    many = tuple(Draw(number % 4, scale=0.5) for number in range(5))
+    batches = ((Draw(0), *many), (Draw(1), Draw(2, scale=0.5)), (Draw(3), Draw(1)))
+    # Five at half the sides have 5 / 4 of the latents of one at full size, and two of these have more.
+    assert heaviest(index, batches[:2]) == many
+    assert heaviest(index, batches) == batches[2]
