@@ -142,10 +142,7 @@ class PictureEncoder:
         latents = None if encoded is None else _plain(encoded)[0]
         if latents is None or not bool(latents.isfinite().all()):
             also = "" if encoded is None else ", in float32 neither"
-            raise UnsupportedModelError(
-                f"The VAE's output for {name} is not a number{also}.",
-                "Start ComfyUI with --fp32-vae, or load another VAE.",
-            )
+            raise UnsupportedModelError(f"The VAE's output for {name} is not a number{also}.", "Load another VAE.")
         if name not in self.incidents.retried:
             self.incidents.retried.append(name)
         return latents
