@@ -105,7 +105,8 @@ def in_hosts_shape(attend: Attend) -> Callable[..., Any]:
     ) -> Any:
         if not options.get("skip_reshape", False):
             head_dim = q.shape[-1] // heads
-            q, k, v = (each.unflatten(-1, (-1, head_dim)).transpose(1, 2) for each in (q, k, v))
+            # Heads may be apart already; SD3's values are.
+            q, k, v = (each.view(*each.shape[:2], -1, head_dim).transpose(1, 2) for each in (q, k, v))
         out = attend(q, k, v, mask)
         return out if options.get("skip_output_reshape", False) else out.transpose(1, 2).flatten(2)
 
