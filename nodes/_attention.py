@@ -18,29 +18,33 @@ class Sequence:
     """What is known of the tokens that a pass through a network attends to.
 
     Attributes:
-        latent_sides: height and width of the latents.
+        sides: heights and widths in tokens that the picture may have.
         num_text: tokens of the captions, as the network may count them; the first is what it is given.
         text_first: whether text stands before the picture, where both are in one sequence.
         text_rows: of each sample, the tokens that are its own; the rest is hidden. None if all are.
     """
 
-    latent_sides: tuple[int, int]
+    sides: tuple[tuple[int, int], ...]
     num_text: tuple[int, ...]
     text_first: bool = True
     text_rows: tuple[int, ...] | None = None
 
     def windows(self, num_tokens: int, limit: AttentionLimit) -> Windows | None:
         """Return how a sequence that attends to itself is cut, or None where it is left whole."""
-        grid = find_grid(num_tokens, self.latent_sides, self.num_text, self.text_first)
+        grid = find_grid(num_tokens, self.sides, self.num_text, self.text_first)
         if grid is None or grid.num_tokens <= limit.tokens:
             return None
         windows = Windows(grid, limit.window)
         return windows if windows.num > 1 else None
 
     @property
+    def _sizes(self) -> set[int]:
+        return {height * width for height, width in self.sides}
+
+    @property
     def can_hide(self) -> bool:
         """Whether it can be told by numbers alone which calls attend to captions, and where these are in them."""
-        sizes = {height * width for height, width in picture_sides(self.latent_sides)}
+        sizes = self._sizes
         return all(text not in sizes and sizes.isdisjoint(size + text for size in sizes) for text in self.num_text)
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor | None:
@@ -51,8 +55,7 @@ class Sequence:
         if self.text_rows is None:
             return None
         num_keys, num_text = k.shape[2], self.num_text[0]
-        sizes = {height * width for height, width in picture_sides(self.latent_sides)}
-        if num_keys != num_text and num_keys - num_text not in sizes:
+        if num_keys != num_text and num_keys - num_text not in self._sizes:
             return None
         rows = torch.tensor(self.text_rows, device=k.device)[:, None]
         hidden = torch.arange(num_text, device=k.device)[None, :] >= rows
@@ -60,6 +63,10 @@ class Sequence:
         mask = torch.zeros(len(self.text_rows), num_keys, dtype=q.dtype, device=k.device)
         mask[:, start : start + num_text].masked_fill_(hidden, -torch.inf)
         return mask[:, None, None, :]
+
+
+# A network without patches halves its latents up to three times.
+_HALVED = (1, 2, 4, 8)
 
 
 def attended(
@@ -73,8 +80,11 @@ def attended(
     step = getattr(network, "pad_tokens_multiple", None)
     text = () if num_text is None else (num_text, -(-num_text // step) * step) if step else (num_text,)
     image_first = any(getattr(module, "flipped_img_txt", False) for module in network.modules())
+    patch = getattr(network, "patch_size", None)
+    scales = _HALVED if patch is None else (patch if isinstance(patch, int) else patch[-1],)
     height, width = noised.shape[-2:]
-    return Sequence(latent_sides=(height, width), num_text=text, text_first=not image_first, text_rows=text_rows)
+    sides = tuple(picture_sides((height, width), scales))
+    return Sequence(sides=sides, num_text=text, text_first=not image_first, text_rows=text_rows)
 
 
 # Networks of the host in which captions act by attention alone, while the picture's positions do not depend on how

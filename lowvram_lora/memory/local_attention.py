@@ -23,9 +23,6 @@ from torch.nn.functional import pad
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Attention over ``q, k, v`` ``[B, heads, N, head_dim]`` with a mask that is added to the scores, or None."""
 
-# A network halves its latents up to three times, or takes patches of so many numbers a side.
-_SCALES = (1, 2, 4, 8, 16)
-
 
 @dataclass(frozen=True)
 class Grid:
@@ -127,23 +124,22 @@ class Windows:
         return ((row < self.grid.height) & (column < self.grid.width)).flatten(2).flatten(0, 1)
 
 
-def picture_sides(latent_sides: tuple[int, int]) -> list[tuple[int, int]]:
-    """Return the heights and widths in tokens that a network may give latents of ``latent_sides``."""
+def picture_sides(latent_sides: tuple[int, int], scales: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the heights and widths in tokens of latents of ``latent_sides`` made smaller by each of ``scales``."""
     height, width = latent_sides
-    return [(-(-height // scale), -(-width // scale)) for scale in _SCALES]
+    return [(-(-height // scale), -(-width // scale)) for scale in scales]
 
 
 def find_grid(
-    num_tokens: int, latent_sides: tuple[int, int], num_text: Sequence[int], text_first: bool = True
+    num_tokens: int, sides: Sequence[tuple[int, int]], num_text: Sequence[int], text_first: bool = True
 ) -> Grid | None:
     """Return where the picture is in a sequence that attends to itself, or None if that can't be told.
 
     Args:
-        latent_sides: height and width of the latents that the network was given.
+        sides: heights and widths in tokens that the picture may have.
         num_text: how many text tokens there may be; a picture alone is always tried first.
         text_first: whether text stands before the picture, where it stands in the same sequence.
     """
-    sides = picture_sides(latent_sides)
     for height, width in sides:
         if height * width == num_tokens and num_tokens not in num_text:
             return Grid(0, height, width)

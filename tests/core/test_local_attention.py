@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowvram_lora.memory.local_attention import Grid, Windows, attend_locally, find_grid
+from lowvram_lora.memory.local_attention import Grid, Windows, attend_locally, find_grid, picture_sides
 from lowvram_lora.memory.simulate import LiveBytes, fused_attention
 
 HEADS, DEPTH = 2, 4
@@ -167,12 +167,13 @@ def counted(num_tokens: int, side: int | None, attend: Callable[..., Tensor], co
 def test_the_picture_is_found_in_the_sequence(
     num_tokens: int, text: tuple[int, ...], text_first: bool, expected: Grid | None
 ) -> None:
-    assert find_grid(num_tokens, (96, 128), text, text_first) == expected
+    assert find_grid(num_tokens, picture_sides((96, 128), (1, 2, 4)), text, text_first) == expected
 
 
 def test_odd_latents_round_up_as_networks_do() -> None:
-    assert find_grid(13 * 17, (25, 33), (77,)) == Grid(0, 13, 17)
-    assert find_grid(7 * 9, (25, 33), (77,)) == Grid(0, 7, 9)
+    sides = picture_sides((25, 33), (1, 2, 4))
+    assert find_grid(13 * 17, sides, (77,)) == Grid(0, 13, 17)
+    assert find_grid(7 * 9, sides, (77,)) == Grid(0, 7, 9)
 
 
 @pytest.mark.parametrize("side", range(1, 40))

@@ -85,7 +85,7 @@ def always_windows(pack: Any) -> Callable[..., Any]:
     attention = pack.nodes._attention
 
     def windows(self: Any, num_tokens: int, limit: Any) -> Any:
-        grid = attention.find_grid(num_tokens, self.latent_sides, self.num_text, self.text_first)
+        grid = attention.find_grid(num_tokens, self.sides, self.num_text, self.text_first)
         return None if grid is None else attention.Windows(grid, limit.window)
 
     return windows
