@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from lowvram_lora.adapters.attach import build
 from lowvram_lora.adapters.targets import select
-from lowvram_lora.config import LoraConfig
+from lowvram_lora.config import AttentionLimit, LoraConfig
 from lowvram_lora.data import store
 from lowvram_lora.data.cache import STRUCTURE
 from lowvram_lora.data.encodings import pack as packed
@@ -104,8 +106,6 @@ def test_captions_with_as_many_rows_as_a_level_of_the_picture_are_not_padded(pac
 
 @pytest.mark.parametrize("family", ["sd3", "flux", "qwen"])
 def test_local_attention_hides_what_pads_captions_too(pack: Any, family: str) -> None:
-    from lowvram_lora.config import AttentionLimit
-
     denoiser = pack.nodes._models.HostDenoiser(tiny.FAMILIES[family]())
     x, sigma, captions = batch(family)
     limit = AttentionLimit(tokens=1, window=3)
@@ -125,8 +125,6 @@ def test_local_attention_hides_what_pads_captions_too(pack: Any, family: str) ->
 def test_padding_is_what_the_hosts_tokenizer_put_there(
     pack: Any, module: str | None, name: str | None, expected: int | None
 ) -> None:
-    import importlib
-
     import comfy.sd1_clip
 
     if module is None:
@@ -221,3 +219,43 @@ def test_padding_behind_a_mask_is_left_out_always_and_changes_nothing(
     assert cut["attention_mask"].shape[-1] == 64
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(unmasked, expected, rtol=1e-3, atol=1e-3)
+
+
+def full_size_peaks(pack: Any, family: str, rows: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the device bytes of a step at full size and 512 pixels: with all blocks recomputed, and with none."""
+    from tests.bench import _full_size
+
+    core = importlib.import_module(f"{pack.__name__}.lowvram_lora")
+    fakes = importlib.import_module(f"{core.__name__}.fakes")
+    kind = _full_size.FAMILIES[family]
+    monkeypatch.setitem(_full_size.FAMILIES, family, replace(kind, context=(rows, kind.context[1])))
+    index = _full_size.cache(pack, family, 512, 1, folder)
+    monkeypatch.setitem(_full_size.FAMILIES, family, kind)
+    denoiser = pack.nodes._models.HostDenoiser(_full_size.model(family))
+    estimate, blocks = core.training.estimate, core.memory.recompute.find_blocks(denoiser.network)
+    simulator = estimate.Simulator(
+        denoiser=denoiser,
+        layers=core.adapters.targets.select(denoiser.network, "attention + feed-forward"),
+        config=core.config.TrainConfig(),
+        dtype=torch.bfloat16,
+        samples=core.training.step.Batches(
+            recipe=core.data.batches.BatchRecipe(index, core.config.SamplerConfig()),
+            cache=core.data.tiers.TieredCache(index),
+            seed=0,
+        ),
+        batch=index.entries,
+        cancel=fakes.FakeCancel(),
+    )
+    setting = core.memory.setting.Setting(ring_bytes=estimate.smallest_ring(denoiser))
+    first = simulator.step(setting)
+    kept = simulator.step(replace(setting, kept=frozenset(blocks)), first.writes_in_place)
+    return [first.counter.peak, kept.counter.peak]
+
+
+@pytest.mark.parametrize("family, rows", [("sd15", 77), ("sd3", 154)])
+def test_a_caption_of_twice_the_length_costs_little_device_memory(
+    pack: Any, family: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once, twice = (full_size_peaks(pack, family, rows * n, tmp_path / str(n), monkeypatch) for n in (1, 2))
+    for short, long in zip(once, twice, strict=True):
+        assert short < long <= 1.2 * short
