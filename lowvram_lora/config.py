@@ -251,6 +251,19 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionLimit:
+    """Where self-attention sees a window of the picture instead of all of it.
+
+    Attributes:
+        tokens: a picture of so many tokens is still seen whole.
+        window: tokens a side.
+    """
+
+    tokens: int
+    window: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """One training run.
 
@@ -262,6 +275,9 @@ class TrainConfig:
         output_name: file name in ``models/loras``, without its ending.
         overwrite: replace an existing file of that name instead of choosing the next free one.
         allow_lossy: where nothing else fits the budget, change the job: less precise optimizer state, smaller pictures.
+        local_attention_tokens: above so many tokens of the picture, self-attention is limited to windows; 0 never.
+        local_attention_window: tokens a side of a window.
+        dynamic_text: leave out the padding behind a caption also where the network takes no mask and sees the padding.
     """
 
     steps: int = 500
@@ -274,12 +290,25 @@ class TrainConfig:
     allow_lossy: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    local_attention_tokens: int = 0
+    local_attention_window: int = 32
+    dynamic_text: bool = False
 
     def __post_init__(self) -> None:
         require(self.steps >= 1, "steps", self.steps, "1 or more")
         require(0 <= self.seed <= MAX_SEED, "seed", self.seed, f"0 to {MAX_SEED}")
         _require_choice("precision", self.precision, Precision)
         _require_finite("vram_budget_gb", self.vram_budget_gb, 0.0)
+        tokens, window = self.local_attention_tokens, self.local_attention_window
+        require(tokens >= 0, "local_attention_tokens", tokens, "0 or more")
+        require(window >= 1, "local_attention_window", window, "1 or more")
+
+    @property
+    def attention_limit(self) -> AttentionLimit | None:
+        """Where self-attention is limited, or None where it never is."""
+        if not self.local_attention_tokens:
+            return None
+        return AttentionLimit(tokens=self.local_attention_tokens, window=self.local_attention_window)
 
     def determining(self) -> dict[str, Any]:
         """Return the settings that decide the trained numbers: all but the budget and where the file goes.
@@ -289,4 +318,9 @@ class TrainConfig:
         values = asdict(self)
         for name in ("vram_budget_gb", "output_name", "overwrite", "allow_lossy"):
             del values[name]
+        # What is off leaves a run what it was before there was such a choice.
+        if self.attention_limit is None:
+            del values["local_attention_tokens"], values["local_attention_window"]
+        if not self.dynamic_text:
+            del values["dynamic_text"]
         return values

@@ -64,6 +64,13 @@ class Started:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Noted:
+    """A sentence about the run that is known only while it lasts; comes before step 1."""
+
+    text: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lowered:
     """Device memory ran out; ``step`` (1-based) is repeated with a plan that takes less.
@@ -117,4 +124,4 @@ class Finished:
     reading: tuple[str, ...] = ()
 
 
-Event = Planning | Started | Stepped | Lowered | Saved | Finished
+Event = Planning | Started | Noted | Stepped | Lowered | Saved | Finished

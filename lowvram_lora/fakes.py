@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
+from .config import AttentionLimit
 from .data.encodings import pack, unpack
 from .ports import EncodedPictures, Encoding, Weights
 
@@ -263,13 +264,17 @@ class FakeDenoiser:
         """Return the epsilon loss's weight."""
         return 1.0 / sigma_B**2
 
-    def condition(self, encodings: Sequence[Encoding], noise: Tensor) -> list[tuple[list[int], dict[str, Any]]]:
+    def condition(
+        self, encodings: Sequence[Encoding], noise: Tensor, cuts_padding: bool = False
+    ) -> list[tuple[list[int], dict[str, Any]]]:
         """Return one group with the mean of each caption's tokens as context."""
         tokens = [unpack(encoding)[0][0].mean(dim=1, keepdim=True) for encoding in encodings]
         return [(list(range(len(tokens))), {"context": torch.cat(tokens)})]
 
-    def predict_x0(self, noised: Tensor, sigma_B: Tensor, conditioning: dict[str, Any]) -> Tensor:
-        """Return ``noised - sigma * network(noised)``."""
+    def predict_x0(
+        self, noised: Tensor, sigma_B: Tensor, conditioning: dict[str, Any], limit: AttentionLimit | None = None
+    ) -> Tensor:
+        """Return ``noised - sigma * network(noised)``; the network attends to nothing that could be limited."""
         sigma = sigma_B.view(-1, 1, 1, 1)
         scaled = noised / (sigma**2 + 1).sqrt()
         return noised - sigma * self.network(scaled, **conditioning)  # type: ignore[no-any-return]

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from .config import AttentionLimit
+
 
 @dataclass(frozen=True)
 class Encoding:
@@ -231,20 +233,31 @@ class Denoiser(Protocol):
         """Return the weight ``[B]`` that turns the squared x0 error into the model's usual loss."""
         ...
 
-    def condition(self, encodings: Sequence[Encoding], noise: Tensor) -> list[tuple[list[int], dict[str, Any]]]:
+    def condition(
+        self, encodings: Sequence[Encoding], noise: Tensor, cuts_padding: bool = False
+    ) -> list[tuple[list[int], dict[str, Any]]]:
         """Return the network's keyword arguments for these captions, one each, in the fewest groups.
+
+        A group's captions are as long as its longest one, and give what each gives by itself.
 
         Args:
             encodings: one per sample.
             noise: ``[B, C, h, w]``, for its shape and device.
+            cuts_padding: leave out the padding behind a caption also where the network sees it.
 
         Returns:
             ``(indices, kwargs)`` pairs; samples whose conditioning can't be stacked land in different groups.
         """
         ...
 
-    def predict_x0(self, noised: Tensor, sigma_B: Tensor, conditioning: dict[str, Any]) -> Tensor:
-        """Return the network's estimate of the clean latents, float32, with gradients when enabled."""
+    def predict_x0(
+        self, noised: Tensor, sigma_B: Tensor, conditioning: dict[str, Any], limit: AttentionLimit | None = None
+    ) -> Tensor:
+        """Return the network's estimate of the clean latents, float32, with gradients when enabled.
+
+        Args:
+            limit: where self-attention sees windows; None for nowhere.
+        """
         ...
 
     def load(self, room: int | None = None) -> None:

@@ -14,6 +14,7 @@ from ..lowvram_lora.data.encodings import pack
 from ..lowvram_lora.ports import EncodedPictures, Encoding
 from ._digest import digest, patcher_digest
 from ._host import has_own_memory
+from ._text import PADDING, padding_of
 
 # Pictures of one size that go through the VAE at once, where there is a device to keep busy.
 _VAE_BATCH = 4
@@ -100,5 +101,10 @@ class HostClip:
         self.fingerprint = digest([patcher_digest(clip.patcher, _NOT_LOADED), repr(options)])
 
     def encode(self, caption: str) -> Encoding:
-        """Return the conditioning the host's own CLIP Text Encode node gives for ``caption``."""
-        return pack(self._clip.encode_from_tokens_scheduled(self._clip.tokenize(caption), show_pbar=False))
+        """Return the conditioning the host's own CLIP Text Encode node gives for ``caption``, and its padding."""
+        tokens = self._clip.tokenize(caption)
+        encoded = self._clip.encode_from_tokens_scheduled(tokens, show_pbar=False)
+        padding = padding_of(self._clip.tokenizer, tokens)
+        if padding is not None:
+            encoded = [[tensor, {**more, PADDING: padding}] for tensor, more in encoded]
+        return pack(encoded)

@@ -21,6 +21,7 @@ from ..memory.recompute import find_blocks
 from ..memory.setting import Setting
 from ..memory.simulate import OUTSIDE, LiveBytes, SimulatedDenoiser, SimulatedTransfers
 from ..ports import Cancel, Denoiser, Encoding
+from .altered import as_configured
 from .attached import Engaged, Engine, attached
 from .optim import build_optimizer, build_schedule
 from .step import Samples, Stepper
@@ -126,7 +127,7 @@ class Simulator:
             measures: leave inputs on the device and tell what ``inputs_in_ram`` would free.
         """
         counter = LiveBytes(self.device.type)
-        denoiser: Any = SimulatedDenoiser(self.denoiser, counter, self.device)
+        denoiser: Any = SimulatedDenoiser(as_configured(self.denoiser, self.config), counter, self.device)
         transfers = SimulatedTransfers(counter, self.device, measures)
         with ExitStack() as undo:
             undo.enter_context(torch.no_grad())
