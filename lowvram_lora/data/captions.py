@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import CaptionExtension
+from ..config import DataConfig
 
 CAPTION_SUFFIXES = (".txt", ".caption")
 
@@ -32,16 +32,22 @@ class Caption:
     warning: str = ""
 
 
-def read_caption(image: Path, extension: CaptionExtension, files: Collection[Path]) -> Caption:
-    """Return the caption of ``image``.
+def caption_suffixes(config: DataConfig) -> tuple[str, ...]:
+    """Return the endings of caption files, the one that is looked for first in front."""
+    usual = CAPTION_SUFFIXES if config.caption_extension == "auto" else (config.caption_extension,)
+    own = config.custom_extension.strip().strip(".")
+    return (f".{own}", *usual) if own else usual
 
-    ``auto`` takes ``.txt`` before ``.caption``. For each, ``aaa.bbb.jpg`` looks for ``aaa.bbb.txt``, then for
-    ``aaa.bbb.jpg.txt``.
+
+def read_caption(image: Path, suffixes: Sequence[str], files: Collection[Path]) -> Caption:
+    """Return the caption of ``image``: that of the first of ``suffixes`` for which there is a file.
+
+    For each, ``aaa.bbb.jpg`` looks for ``aaa.bbb.txt``, then for ``aaa.bbb.jpg.txt``.
 
     Args:
         files: the files that may be read; one that is not among them counts as missing.
     """
-    source = _find(image, extension, files)
+    source = _find(image, suffixes, files)
     if source is None:
         return Caption("")
     try:
@@ -93,8 +99,7 @@ def _is_latin(character: str) -> bool:
     return character.isascii() and (character.isalnum() or character == "_")
 
 
-def _find(image: Path, extension: CaptionExtension, files: Collection[Path]) -> Path | None:
-    suffixes = CAPTION_SUFFIXES if extension == "auto" else (extension,)
+def _find(image: Path, suffixes: Sequence[str], files: Collection[Path]) -> Path | None:
     for suffix in suffixes:
         for stem in (image.stem, image.name):
             for name in (stem + suffix, stem + suffix.upper()):

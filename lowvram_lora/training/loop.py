@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..events import Event, Lowered, Stepped
+from ..events import Event, Lowered, Noted, Stepped
 from ..memory.ladder import next_rung
 from ..memory.setting import Setting
 from ..memory.table import describe_plan
 from ..ports import Transfers
+from .altered import as_configured, differences
 from .attached import Engine, attached
 from .job import Job
 from .optim import Optimizer, build_optimizer, build_schedule, place_state
@@ -56,6 +57,7 @@ def train(job: Job, prepared: Prepared, layers: dict[str, nn.Module], progress: 
         torch.OutOfMemoryError: on the last rung.
     """
     with ExitStack() as undo:
+        undo.enter_context(closing(prepared.samples))
         if prepared.budget is not None:
             # The adapters are part of the plan, and there already.
             adapter_bytes = sum(parameter.nbytes for parameter in progress.adapters.parameters())
@@ -65,10 +67,11 @@ def train(job: Job, prepared: Prepared, layers: dict[str, nn.Module], progress: 
             undo.enter_context(closing(transfers))
         setting, plan = prepared.setting, prepared.plan
         rig: _Rig | None = None
+        is_first = True
         while True:
             try:
                 rig = rig or _rig(job, replace(prepared, setting=setting), layers, progress, transfers)
-                yield from _steps(rig, prepared, setting)
+                yield from _steps(rig, prepared, setting, tells=is_first)
                 return
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 lower = plan and next_rung(plan, prepared.wishes, prepared.device) if is_out_of_memory(error) else None
@@ -76,7 +79,7 @@ def train(job: Job, prepared: Prepared, layers: dict[str, nn.Module], progress: 
                     raise
                 cause = str(error).splitlines()[0]
             # Only here the failed step's tensors are gone: the error held them.
-            plan, setting = lower, lower.setting
+            plan, setting, is_first = lower, lower.setting, False
             rig = rig and _unbroken(rig)
             progress.restore()
             gc.collect()
@@ -92,16 +95,40 @@ def _unbroken(rig: _Rig) -> _Rig:
     return replace(rig, stepper=replace(rig.stepper, scaler=fresh))
 
 
-def _steps(rig: _Rig, prepared: Prepared, setting: Setting) -> Iterator[Event]:
-    """Run the steps that are left with ``setting``."""
+def _steps(rig: _Rig, prepared: Prepared, setting: Setting, tells: bool) -> Iterator[Event]:
+    """Run the steps that are left with ``setting``.
+
+    Args:
+        tells: first measure how far the settings lead away from the network's own function.
+    """
     job, progress, config = rig.job, rig.progress, prepared.config
     place_state(rig.optimizer, setting, rig.transfers)
     engine = Engine(setting=setting, transfers=rig.transfers, writes_in_place=prepared.writes_in_place)
     dtype = DTYPES[prepared.precision]
     with attached(job.denoiser, rig.layers, progress.adapters, dtype, engine) as engaged:
         stepper = replace(rig.stepper, begin=engaged.begin, micro_batch=setting.micro_batch)
+        if tells:
+            yield from _notes(job, stepper)
         for step in range(len(progress.losses), config.steps):
             yield _one(job, stepper, progress, step, config.steps)
+
+
+def _notes(job: Job, stepper: Stepper) -> Iterator[Noted]:
+    try:
+        for text in differences(job.denoiser, job.config, stepper.batches, stepper.begin):
+            yield Noted(text)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        cause = str(error).splitlines()[0]
+    else:
+        return
+    gc.collect()
+    job.hardware.release_cached()
+    yield Noted(
+        "By how much the settings change the network's function could not be measured: without them it needs more "
+        f"memory than there is ({cause})."
+    )
 
 
 def _one(job: Job, stepper: Stepper, progress: Progress, step: int, steps: int) -> Stepped:
@@ -137,7 +164,7 @@ def _rig(
     parameters, config = progress.adapters.parameters(), prepared.config
     optimizer = build_optimizer(parameters, config.optim, prepared.setting, seed=config.seed, transfers=transfers)
     stepper = Stepper(
-        denoiser=job.denoiser,
+        denoiser=as_configured(job.denoiser, config),
         batches=prepared.samples,
         parameters=parameters,
         optimizer=optimizer,

@@ -1,11 +1,12 @@
 import io
+import struct
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageFile
+from PIL import Image, ImageCms, ImageFile
 
-from lowvram_lora.data.pixels import decode, to_pixels
+from lowvram_lora.data.pixels import decode, inspect, strict_decoding, to_pixels
 from lowvram_lora.errors import PathError
 
 WHITE = "#ffffff"
@@ -129,3 +130,91 @@ def test_animation_is_told() -> None:
         assert decode(data, "a").is_animated
         assert pixels(data, (16, 16))[8, 8, 0] > 0.9
     assert not decode(saved(frames[0]), "a").is_animated
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_a_scan_sees_the_size_that_decoding_gives(kind: str, orientation: int) -> None:
+    """a01: the scan makes only some of a JPEG's pixels."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = saved(Image.new("RGB", (403, 207)), kind, exif=exif)
+    facts = inspect(data, "a")
+    assert facts.size_px == decode(data, "a").size_px
+    assert facts.size_px == ((207, 403) if orientation <= 4 else (403, 207))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "QOI", "JPEG2000", "TGA", "AVIF"])
+def test_a_scan_refuses_what_decoding_refuses(kind: str) -> None:
+    """a04: whatever is cut off."""
+    noise = np.random.default_rng(2).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    whole = saved(Image.fromarray(noise), kind)
+    name = f"cut.{kind.lower()}"
+    with strict_decoding():
+        assert inspect(whole, name).size_px == (64, 64)
+    for share in (0.1, 0.5, 0.9, 0.98):
+        cut = whole[: int(len(whole) * share)]
+        for read in (decode, inspect):
+            with strict_decoding(), pytest.raises(PathError, match=r"damaged or cut off|not a picture"):
+                read(cut, name)
+
+
+def test_pictures_are_told_by_content_and_no_decoder_that_starts_a_program_is_asked() -> None:
+    assert decode(saved(Image.new("RGB", (8, 8)), "JPEG"), "a.png").size_px == (8, 8)
+    with pytest.raises(PathError, match="not a picture that can be read here"):
+        decode(saved(Image.new("RGB", (8, 8)), "EPS"), "a.png")
+
+
+def test_a_photo_format_that_is_not_known_here_is_named() -> None:
+    with pytest.raises(PathError, match="HEIC"):
+        decode(struct.pack(">I", 24) + b"ftypheic" + b"\0" * 100, "IMG_1.HEIC")
+
+
+def test_colours_that_no_network_knows_are_refused_when_scanned() -> None:
+    lab = saved(ImageCms.profileToProfile(Image.new("RGB", (8, 8)), *profiles("sRGB", "LAB"), outputMode="LAB"), "TIFF")
+    for read in (decode, inspect):
+        with pytest.raises(PathError, match="Lab"):
+            read(lab, "a.tif")
+
+
+def profiles(*names: str) -> list[ImageCms.ImageCmsProfile]:
+    return [ImageCms.ImageCmsProfile(ImageCms.createProfile(name)) for name in names]
+
+
+def wide_profile() -> bytes:
+    """Return a profile like sRGB's, but with red where green is and the other way round."""
+    profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    red, green = profile.find(b"rXYZ", 128), profile.find(b"gXYZ", 128)
+    profile[red : red + 4], profile[green : green + 4] = b"gXYZ", b"rXYZ"
+    return bytes(profile).replace("sRGB".encode("utf-16-be"), "odd!".encode("utf-16-be")).replace(b"sRGB", b"odd!")
+
+
+def test_an_embedded_colour_profile_is_followed_also_below_transparency() -> None:
+    """A file may call any numbers red; what the eye sees is what is trained on."""
+    red = Image.new("RGB", (8, 8), (255, 0, 0))
+    plain = pixels(saved(red, icc_profile=profiles("sRGB")[0].tobytes()), (8, 8))
+    assert plain[0, 0].tolist() == [1.0, 0.0, 0.0]
+    odd = pixels(saved(red, icc_profile=wide_profile()), (8, 8))
+    torch.testing.assert_close(odd[0, 0], torch.tensor([0.0, 1.0, 0.0]), atol=0.02, rtol=0)
+    half = red.convert("RGBA")
+    half.putalpha(0)
+    assert pixels(saved(half, icc_profile=wide_profile()), (8, 8), "#0000ff")[0, 0].tolist() == [0.0, 0.0, 1.0]
+
+
+def test_a_damaged_colour_profile_is_passed_over() -> None:
+    data = saved(Image.new("RGB", (8, 8), (255, 0, 0)), icc_profile=b"no profile")
+    assert pixels(data, (8, 8))[0, 0].tolist() == [1.0, 0.0, 0.0]
+
+
+def test_16_bit_colour_is_scaled_or_refused_and_never_clipped() -> None:
+    """a32: a PNG of three 16-bit channels, written by hand since Pillow writes none."""
+    import zlib
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    row = b"\0" + struct.pack(">HHH", 0x8000, 0x2000, 0xFFFF) * 8
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0))
+    data = b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(row * 8)) + chunk(b"IEND", b"")
+    got = pixels(data, (8, 8))[4, 4]
+    torch.testing.assert_close(got, torch.tensor([0.5, 0.125, 1.0]), atol=1 / 255, rtol=0)
