@@ -21,6 +21,7 @@ from ..errors import PathError
 from .augment import PLAIN, Variant, jittered, window
 from .colours import to_srgb
 from .formats import open_image, why_unknown
+from .png import is_whole_png
 
 # Pillow's own limit, kept here because other packs switch it off for the whole process.
 MAX_IMAGE_PX = 178_956_970
@@ -112,6 +113,8 @@ def inspect(data: bytes, path: object, large: AbstractContextManager[object] | N
     """
     with _faults_named(data, path), _opened(data, path) as image:
         full_size, is_animated = image.size, _is_animated(image)
+        if image.format == "PNG" and is_whole_png(data):
+            return PictureFacts((image.height, image.width), is_animated, has_alpha(image))
         is_reduced = image.format in ("JPEG", "MPO")
         if is_reduced:
             # Every coefficient is read, as for the whole picture, but only every eighth pixel is made.
