@@ -22,7 +22,7 @@ class Caption:
     """What was read for one image.
 
     Attributes:
-        text: stripped; empty if the file is blank or missing.
+        text: stripped, with ``\\n`` at its line ends; empty if the file is blank or missing.
         source: the file, or None if there is none.
         warning: what the user should know about the file's bytes, or empty.
     """
@@ -54,7 +54,7 @@ def read_caption(image: Path, suffixes: Sequence[str], files: Collection[Path]) 
         text, warning = decode(source.read_bytes())
     except OSError as error:
         return Caption("", None, f"can't be read ({error.strerror or error})")
-    return Caption(text.strip(), source, warning)
+    return Caption(text.replace("\r\n", "\n").replace("\r", "\n").strip(), source, warning)
 
 
 def decode(data: bytes) -> tuple[str, str]:

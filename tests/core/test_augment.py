@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torchvision.transforms.v2 import functional as TF
@@ -55,6 +55,7 @@ def test_variants_follow_the_seed_and_the_picture() -> None:
     assert variants_of("d", config(**options)) != variants_of("d", config(variant_seed=1, **options))
 
 
+@settings(deadline=None)
 @given(st.floats(0.0, 0.5), st.text(min_size=1))
 def test_variants_stay_within_what_is_asked(jitter: float, digest: str) -> None:
     for variant in variants_of(digest, config(image_variants=8, random_crop=True, colour_jitter=jitter)):
@@ -83,6 +84,7 @@ SIDES = st.integers(1, 4000)
 SHARES = st.floats(0.0, 1.0)
 
 
+@settings(deadline=None)
 @given(SIDES, SIDES, st.integers(8, 2048), st.integers(8, 2048), st.floats(MIN_ZOOM, 1.0), SHARES, SHARES)
 def test_every_crop_lies_in_the_picture_and_has_the_shape_of_the_bucket(
     height: int, width: int, bucket_height: int, bucket_width: int, zoom: float, across: float, down: float

@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowvram_lora.config import DataConfig
@@ -63,6 +63,7 @@ def test_a_step_above_the_resolution_is_refused() -> None:
     assert caught.value.field == "bucket_step"
 
 
+@settings(deadline=None)
 @given(SIDES, SIDES, st.sampled_from([256, 512, 1000]), st.sampled_from([8, 32, 64]), st.sampled_from([1.0, 2.0, 3.0]))
 def test_without_upscaling_no_bucket_is_larger_than_its_image(
     height: int, width: int, resolution: int, step: int, max_aspect: float
@@ -81,6 +82,7 @@ def test_without_upscaling_no_bucket_is_larger_than_its_image(
         assert bucket == normal
 
 
+@settings(deadline=None)
 @given(SIDES, SIDES, st.integers(0, 512), st.integers(512, 1024))
 def test_every_bucket_keeps_the_limits_of_its_sides(height: int, width: int, smallest: int, largest: int) -> None:
     config = DataConfig(folder="", resolution=512, min_side=smallest, max_side=largest)

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -37,6 +37,7 @@ def test_shuffled_variants_hold_the_same_tags_in_other_orders() -> None:
     assert all(Counter(caption.split(", ")) == Counter(TAGS) for caption in got)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 6), st.floats(0.0, 0.9), st.booleans(), st.integers(0, 2**64 - 1))
 def test_kept_tags_stay_in_front_and_nothing_is_made_up(keep: int, dropout: float, shuffle: bool, seed: int) -> None:
     options = {"keep_tags": keep, "tag_dropout": dropout, "shuffle_tags": shuffle, "variant_seed": seed}
@@ -131,6 +132,7 @@ def test_repeats_of_the_dataset_multiply_those_of_its_folders(tmp_path: Path) ->
     assert "3 images, 36 an epoch" in report(dataset)
 
 
+@settings(deadline=None)
 @given(st.sets(st.text(min_size=1), min_size=2, max_size=40), st.floats(0.001, 0.5))
 def test_the_share_held_out_is_the_rounded_one_never_nothing_and_never_all(digests: set[str], share: float) -> None:
     held = held_out(digests, share)
