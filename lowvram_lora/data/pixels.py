@@ -119,7 +119,9 @@ def inspect(data: bytes, path: object, large: AbstractContextManager[object] | N
         if is_reduced:
             # Every coefficient is read, as for the whole picture, but only every eighth pixel is made.
             image.draft(image.mode, (max(image.width // 8, 1), max(image.height // 8, 1)))
-        with large if large is not None and image.width * image.height > LARGE_PX else nullcontext():
+        # A progressive JPEG is held whole however few of its pixels are made.
+        held_px = full_size[0] * full_size[1] if "progressive" in image.info else image.width * image.height
+        with large if large is not None and held_px > LARGE_PX else nullcontext():
             _load(image)
         is_turned = image.getexif().get(_ORIENTATION) in _TURNED_ORIENTATIONS
         ImageOps.exif_transpose(image, in_place=True)

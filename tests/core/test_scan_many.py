@@ -151,10 +151,13 @@ def test_large_pictures_are_decoded_one_at_a_time(tmp_path: Path, monkeypatch: p
         def __exit__(self, *_: object) -> None:
             pass
 
-    small, large = picture(tmp_path / "s.png", (8, 8)), picture(tmp_path / "l.png", (200, 200))
-    for path in (small, large):
+    for name, size in {"small.bmp": (8, 8), "large.bmp": (200, 200), "plain.jpg": (200, 200)}.items():
+        path = picture(tmp_path / name, size)
         scanning.inspect(path.read_bytes(), path, Gate())
     assert len(entered) == 1
+    Image.new("RGB", (200, 200)).save(tmp_path / "whole.jpg", progressive=True)
+    scanning.inspect((tmp_path / "whole.jpg").read_bytes(), "whole.jpg", Gate())
+    assert len(entered) == 2
 
 
 def test_a_folder_of_100000_files_is_listed_with_a_fixed_number_of_lookups(
