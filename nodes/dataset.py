@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -57,11 +58,18 @@ class LoadDataset(io.ComfyNode):
             widgets, roots = {**widgets, "folder": str(written)}, (images_root(),)
         else:
             require(not captions, "captions", captions, "unconnected without images; a folder has its own captions")
-        progress = Progress(100, cls.hidden.unique_id)
-        dataset = scan(
-            DataConfig(**widgets), roots, lambda done, total, text: progress.update(100 * done // total, text)
-        )
+        dataset = scan(DataConfig(**widgets), roots, _shown(Progress(100, cls.hidden.unique_id)))
         return reported(dataset, report=report(dataset), node_id=cls.hidden.unique_id)
+
+
+def _shown(progress: Progress) -> Callable[[int, int, str], None]:
+    """Return what moves the bar with every file, so that Cancel acts at once, and changes the text now and then."""
+
+    def show(done: int, total: int, text: str) -> None:
+        is_worth_telling = done % max(total // 100, 1) == 0
+        progress.update(100 * done // total, f"{text} ({done} of {total})" if is_worth_telling else "")
+
+    return show
 
 
 def _int(name: str, low: int, high: int, tooltip: str, step: int = 1) -> Any:

@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import DataConfig
+from ..units import format_bytes
 
 CAPTION_SUFFIXES = (".txt", ".caption")
+
+# A book of 200,000 words: nobody's caption.
+MAX_CAPTION_BYTES = 1 << 20
 
 # GBK writes a Chinese character as two bytes, nearly always both 0x80 or more. Western text in cp1252 has
 # such bytes one at a time inside words (é) or beside them (a curly quote), and never four in a row.
@@ -51,6 +55,8 @@ def read_caption(image: Path, suffixes: Sequence[str], files: Collection[Path]) 
     if source is None:
         return Caption("")
     try:
+        if source.stat().st_size > MAX_CAPTION_BYTES:
+            return Caption("", None, f"is larger than {format_bytes(MAX_CAPTION_BYTES)}, so it is not read")
         text, warning = decode(source.read_bytes())
     except OSError as error:
         return Caption("", None, f"can't be read ({error.strerror or error})")

@@ -181,6 +181,12 @@ def test_without_masks_a_folder_of_them_is_pointed_out(tmp_path: Path) -> None:
     assert any("set masks to folder" in note for note in dataset.notes)
 
 
+def test_a_dataset_may_itself_be_called_masks(tmp_path: Path) -> None:
+    write_set(tmp_path / "masks")
+    dataset = scan(DataConfig(folder="masks", masks="folder"), [tmp_path])
+    assert masks_of(dataset)["one.jpg"] == "one.png"
+
+
 def test_masks_that_can_not_be_used_are_named(tmp_path: Path) -> None:
     write_set(tmp_path)
     Image.new("L", (64, 32), 255).save(tmp_path / "masks" / "one.png")

@@ -298,6 +298,18 @@ def test_a_file_far_larger_than_any_picture_is_not_read(tmp_path: Path) -> None:
     assert "too large for a picture" in reasons(dataset)["huge.png"]
 
 
+def test_captions_no_person_wrote_are_not_read(tmp_path: Path) -> None:
+    for name in ("a.png", "b.png"):
+        picture(tmp_path / name)
+    for name in ("a.txt", "metadata.jsonl"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(1 << 33)
+    dataset = scan_in(tmp_path)
+    assert [sample.caption for sample in dataset.samples] == ["", ""]
+    assert any("a.png is larger than" in note for note in dataset.notes)
+    assert any("metadata.jsonl is larger than" in note for note in dataset.notes)
+
+
 def test_without_upscaling_small_pictures_keep_their_size_and_tiny_ones_are_named(tmp_path: Path) -> None:
     for name, size in {"large": (900, 700), "small": (300, 200), "tiny": (63, 500)}.items():
         picture(tmp_path / f"{name}.png", size)
