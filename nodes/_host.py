@@ -57,6 +57,11 @@ def cache_root() -> Path:
     return Path(folder_paths.get_user_directory()) / "lowvram_lora" / "cache"
 
 
+def images_root() -> Path:
+    """Return the folder that holds images from other nodes as files; the host empties it when it starts."""
+    return Path(folder_paths.get_temp_directory()) / "lowvram_lora" / "images"
+
+
 def runs_root() -> Path:
     """Return the folder that holds the records of finished runs."""
     return Path(folder_paths.get_user_directory()) / "lowvram_lora" / "runs"

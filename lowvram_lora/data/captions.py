@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import DataConfig
+from ..units import format_bytes
 
 CAPTION_SUFFIXES = (".txt", ".caption")
+
+# A book of 200,000 words: nobody's caption.
+MAX_CAPTION_BYTES = 1 << 20
 
 # GBK writes a Chinese character as two bytes, nearly always both 0x80 or more. Western text in cp1252 has
 # such bytes one at a time inside words (é) or beside them (a curly quote), and never four in a row.
@@ -22,7 +26,7 @@ class Caption:
     """What was read for one image.
 
     Attributes:
-        text: stripped; empty if the file is blank or missing.
+        text: stripped, with ``\\n`` at its line ends; empty if the file is blank or missing.
         source: the file, or None if there is none.
         warning: what the user should know about the file's bytes, or empty.
     """
@@ -51,10 +55,12 @@ def read_caption(image: Path, suffixes: Sequence[str], files: Collection[Path]) 
     if source is None:
         return Caption("")
     try:
+        if source.stat().st_size > MAX_CAPTION_BYTES:
+            return Caption("", None, f"is larger than {format_bytes(MAX_CAPTION_BYTES)}, so it is not read")
         text, warning = decode(source.read_bytes())
     except OSError as error:
         return Caption("", None, f"can't be read ({error.strerror or error})")
-    return Caption(text.strip(), source, warning)
+    return Caption(text.replace("\r\n", "\n").replace("\r", "\n").strip(), source, warning)
 
 
 def decode(data: bytes) -> tuple[str, str]:

@@ -23,14 +23,14 @@ _SHAPE_TOLERANCE = 0.02
 Size = tuple[int, int]
 
 
-def is_mask(path: Path) -> bool:
-    """Return whether ``path`` lies in a folder of masks."""
-    return path.parent.name.casefold() in MASK_FOLDERS
+def is_mask(path: Path, folder: Path) -> bool:
+    """Return whether ``path`` lies in a folder of masks below ``folder``, the dataset's, whatever that one's name."""
+    return path.parent.name.casefold() in MASK_FOLDERS and path.parent != folder
 
 
-def masks_by_image(files: Iterable[Path]) -> Mapping[tuple[Path, str], Path]:
+def masks_by_image(files: Iterable[Path], folder: Path) -> Mapping[tuple[Path, str], Path]:
     """Return the files in mask folders by the folder above and the name without its ending."""
-    return {(path.parent.parent, path.stem): path for path in files if is_mask(path) and may_be_image(path)}
+    return {(path.parent.parent, path.stem): path for path in files if is_mask(path, folder) and may_be_image(path)}
 
 
 def mask_of(image: Path, masks: Mapping[tuple[Path, str], Path]) -> Path | None:

@@ -21,6 +21,7 @@ from ..errors import PathError
 from .augment import PLAIN, Variant, jittered, window
 from .colours import to_srgb
 from .formats import open_image, why_unknown
+from .png import is_whole_png
 
 # Pillow's own limit, kept here because other packs switch it off for the whole process.
 MAX_IMAGE_PX = 178_956_970
@@ -112,11 +113,15 @@ def inspect(data: bytes, path: object, large: AbstractContextManager[object] | N
     """
     with _faults_named(data, path), _opened(data, path) as image:
         full_size, is_animated = image.size, _is_animated(image)
+        if image.format == "PNG" and is_whole_png(data):
+            return PictureFacts((image.height, image.width), is_animated, has_alpha(image))
         is_reduced = image.format in ("JPEG", "MPO")
         if is_reduced:
             # Every coefficient is read, as for the whole picture, but only every eighth pixel is made.
             image.draft(image.mode, (max(image.width // 8, 1), max(image.height // 8, 1)))
-        with large if large is not None and image.width * image.height > LARGE_PX else nullcontext():
+        # A progressive JPEG is held whole however few of its pixels are made.
+        held_px = full_size[0] * full_size[1] if "progressive" in image.info else image.width * image.height
+        with large if large is not None and held_px > LARGE_PX else nullcontext():
             _load(image)
         is_turned = image.getexif().get(_ORIENTATION) in _TURNED_ORIENTATIONS
         ImageOps.exif_transpose(image, in_place=True)

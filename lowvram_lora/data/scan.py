@@ -83,7 +83,7 @@ def scan(
     folder = resolve_folder(config.folder, roots)
     listing = list_files(folder, roots)
     source = _source(folder, config, buckets, listing)
-    wanted = [path for path in listing.files if _is_wanted(path, config)]
+    wanted = [path for path in listing.files if _is_wanted(path, source)]
     readings: list[Reading] = []
     skipped = [Skipped(source.name(path), reason) for path, reason in listing.refused]
     # Here, and not in each thread: it is a setting of the whole process.
@@ -119,7 +119,7 @@ def folder_fingerprint(config: DataConfig, roots: Sequence[Path]) -> str:
 def _source(folder: Path, config: DataConfig, buckets: Buckets, listing: Listing) -> _Source:
     files = frozenset(listing.files)
     sidecars = read_sidecars(listing.files, folder, files)
-    masks = masks_by_image(listing.files) if config.masks == "folder" else {}
+    masks = masks_by_image(listing.files, folder) if config.masks == "folder" else {}
     return _Source(folder, config, buckets, files, caption_suffixes(config), sidecars, masks)
 
 
@@ -128,9 +128,9 @@ def _is_text(path: Path, config: DataConfig) -> bool:
     return path.suffix.lower() in suffixes or is_sidecar(path)
 
 
-def _is_wanted(path: Path, config: DataConfig) -> bool:
-    is_weight = config.masks == "folder" and is_mask(path)
-    return may_be_image(path) and not _is_text(path, config) and not is_weight
+def _is_wanted(path: Path, source: _Source) -> bool:
+    is_weight = source.config.masks == "folder" and is_mask(path, source.folder)
+    return may_be_image(path) and not _is_text(path, source.config) and not is_weight
 
 
 def _read(source: _Source, path: Path) -> Reading | Skipped | None:

@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..units import format_bytes
 from .captions import decode
 from .dataset import name_some
 
 NAMES = ("metadata.jsonl", "metadata.csv")
+
+# Captions of a million images.
+MAX_SIDECAR_BYTES = 1 << 28
 
 _FILE_COLUMNS = ("file_name", "filename", "file", "image")
 _TEXT_COLUMN = re.compile(r"(text|caption|captions|prompt)(_?[0-9]+)?")
@@ -71,6 +75,9 @@ def read_sidecars(files: Iterable[Path], folder: Path, known: Collection[Path]) 
 
 def _read(path: Path, name: str, known: Collection[Path], captions: dict[Path, tuple[str, ...]]) -> Iterator[str]:
     try:
+        if path.stat().st_size > MAX_SIDECAR_BYTES:
+            yield f"{name} is larger than {format_bytes(MAX_SIDECAR_BYTES)}; its captions are not used"
+            return
         text, warning = decode(path.read_bytes())
     except OSError as error:
         yield f"{name} can't be read ({error.strerror or error}); its captions are not used"

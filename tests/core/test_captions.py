@@ -81,6 +81,12 @@ def test_upper_case_endings_and_spaces(tmp_path: Path) -> None:
     assert caption_of(tmp_path, "my cat.png") == "a cat"
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_all_lines_are_kept_and_their_ends_do_not_matter(tmp_path: Path, end: str) -> None:
+    (tmp_path / "a.txt").write_bytes(end.join(("a cat", "", "on a sill", "")).encode())
+    assert caption_of(tmp_path, "a.png") == "a cat\n\non a sill"
+
+
 def test_blank_is_found_and_missing_is_not(tmp_path: Path) -> None:
     """a11"""
     (tmp_path / "a.txt").write_bytes(b"")
