@@ -134,6 +134,17 @@ def test_half_keeps_every_bit_of_a_vae_that_computed_in_half_precision(dtype: to
     assert torch.equal(round_trip(latents, "half"), latents.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_nothing_is_lost_by_the_smallest_exact_encoding(dtype: torch.dtype) -> None:
+    latents = like_a_vaes(11)
+    assert precision.smallest_exact(latents) == "full"
+    assert precision.smallest_exact(latents.to(dtype)) == "half"
+    assert precision.smallest_exact(latents.to(dtype).float()) == "half"
+    one_more_bit = latents.to(dtype).float()
+    one_more_bit[2, 5, 5] = 1.0 + 2.0**-20
+    assert precision.smallest_exact(one_more_bit) == "full"
+
+
 @pytest.mark.parametrize("name", precision.NAMES)
 def test_constant_latents_and_zeros_come_back_as_they_were(name: str) -> None:
     latents = torch.tensor([0.0, 1.0, -0.25])[:, None, None].repeat(1, 9, 11)
