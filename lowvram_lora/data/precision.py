@@ -18,8 +18,8 @@ is begun, 2.03 in all for large latents.
 **half** is float16 times a power of two for each channel, and not bfloat16: on real latents its error is an eighth
 (11 bits against 8), and the power of two takes away its one weakness, the range. What a VAE computed in float16 comes
 back bit for bit, and what it computed in bfloat16 as well, down to 2**-31 of the peak: for these, half is full, and
-bands would be larger and less exact. So keep ``smallest_exact`` where nothing may be lost; what is kept at half is never
-read as bands.
+bands would be larger and less exact. So keep ``smallest_exact`` where nothing may be lost; what is kept at half is
+never read as bands.
 
 **int8** is more exact than **float8** at the same bytes: latents fill their range evenly enough, so that steps of one
 width serve them better than steps that grow with the number. float8 keeps small numbers near 0 exact in proportion.
