@@ -17,7 +17,9 @@ is begun, 2.03 in all for large latents.
 
 **half** is float16 times a power of two for each channel, and not bfloat16: on real latents its error is an eighth
 (11 bits against 8), and the power of two takes away its one weakness, the range. What a VAE computed in float16 comes
-back bit for bit, and what it computed in bfloat16 as well, down to 2**-31 of the peak: for these, half is full.
+back bit for bit, and what it computed in bfloat16 as well, down to 2**-31 of the peak: for these, half is full, and
+bands would be larger and less exact. So keep ``smallest_exact`` where nothing may be lost; what is kept at half is
+never read as bands.
 
 **int8** is more exact than **float8** at the same bytes: latents fill their range evenly enough, so that steps of one
 width serve them better than steps that grow with the number. float8 keeps small numbers near 0 exact in proportion.
@@ -42,13 +44,13 @@ LatentPrecision = Literal["full", "bands", "half", "int8", "float8"]
 Compression = Literal["none", "moderate", "high"]
 
 NAMES: tuple[LatentPrecision, ...] = get_args(LatentPrecision)
-"""The encodings from the most exact to the least."""
+"""The encodings from the most exact to the least, as measured on latents in float32."""
 
 ON_DISK: Mapping[str, LatentPrecision] = MappingProxyType({"none": "full", "moderate": "half", "high": "int8"})
 """What the disk cache keeps for each ``compression``.
 
-``moderate`` halves the files, and is exact where the VAE computed in half precision, as the host's do on most cards.
-``high`` quarters them; it is int8 and not float8, see above. A sample is never read at more precision than it was kept.
+``none`` may keep ``smallest_exact`` just as well. ``moderate`` halves the files, ``high`` quarters them; it is int8 and
+not float8, see above. A sample is never read at more precision than it was kept.
 """
 
 LATENTS = "latents"
@@ -75,6 +77,16 @@ def encode(latents: Tensor, name: str) -> tuple[dict[str, Tensor], dict[str, str
     plain = latents.detach().to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format)
     _check_finite(plain)
     return _ENCODERS[name](plain), {PRECISION: name}
+
+
+def smallest_exact(latents: Tensor) -> LatentPrecision:
+    """Return ``half`` where that keeps every number of ``latents``, as of a VAE in half precision, else ``full``.
+
+    Raises:
+        UnsupportedModelError: as for ``encode``.
+    """
+    kept = decode(*encode(latents, "half"))
+    return "half" if torch.equal(kept, latents.detach().to("cpu", torch.float32)) else "full"
 
 
 def decode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], dtype: torch.dtype = torch.float32) -> Tensor:

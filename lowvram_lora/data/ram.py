@@ -80,7 +80,8 @@ class RamPolicy:
     """Decides which entries are held in at most ``cap_bytes``. The caller holds the data.
 
     **Eviction.** First to leave is the entry with the highest ``age / (uses + 1)``: age is the number of reads, of any
-    key, since its own last one, uses how often it was read in all. Ties fall the same way each time.
+    key, since its own last one (or since its data came), uses how often it was read in all. Ties fall the same way
+    each time.
 
     **Admission.** While there is room, everything is taken. After that an entry is taken only if
 

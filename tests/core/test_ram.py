@@ -47,11 +47,21 @@ def test_everything_is_taken_while_there_is_room() -> None:
     assert (policy.counters.admissions, policy.counters.evictions, policy.counters.ram_bytes) == (10, 0, 10)
 
 
-def test_the_first_to_leave_has_the_highest_age_over_uses_plus_one() -> None:
+@pytest.mark.parametrize(
+    ("reads", "first_to_leave"),
+    [
+        # z is taken at its second read, the last of all. Ages: a 5, b 4, c 2; uses: 3, 1, 2; so 5/4, 4/2 and 2/3.
+        ("aaabcczz", "b"),
+        # 7/5 for the a, 3/2 for the b, 2/5 for the c.
+        ("aaaacccbczz", "b"),
+        # 6/5 for the a, 2/2 for the b, 3/4 for the c.
+        ("aaaacccbzz", "a"),
+    ],
+)
+def test_the_first_to_leave_has_the_highest_age_over_uses_plus_one(reads: str, first_to_leave: str) -> None:
     policy = RamPolicy(3, seed=0, admission=1.0)
-    use(policy, "aaabcc")
-    # z is taken at its second read, the eighth of all. Ages: a 5, b 4, c 2; uses: a 3, b 1, c 2; so 5/4, 4/2 and 2/3.
-    assert use(policy, "zz") == ["b"]
+    assert use(policy, reads) == [first_to_leave]
+    assert "z" in policy
 
 
 class Slow:
@@ -132,6 +142,12 @@ def test_epochs_larger_than_ram_are_still_answered_in_good_part(share: float, se
     best = share
     assert hit_rate(policy) >= 0.8 * best
     assert hit_rate(policy) <= best + 0.01
+
+
+def test_what_is_needed_no_more_often_than_what_is_held_moves_nothing() -> None:
+    policy = RamPolicy(50, seed=0, admission=1.0)
+    assert use(policy, epochs(200, 10, seed=None)) == []
+    assert policy.counters.hits == 9 * 50
 
 
 def test_what_is_read_often_gets_in() -> None:
