@@ -38,7 +38,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rig:
-    """What lasts from rung to rung."""
+    """What lasts from rung to rung.
+
+    Attributes:
+        tells: before its first step, measure how far the settings lead away from the network's own function.
+    """
 
     job: Job
     layers: dict[str, nn.Module]
@@ -46,6 +50,7 @@ class _Rig:
     transfers: Transfers | None
     optimizer: Optimizer
     stepper: Stepper
+    tells: bool = True
 
 
 def train(job: Job, prepared: Prepared, layers: dict[str, nn.Module], progress: Progress) -> Iterator[Event]:
@@ -67,11 +72,10 @@ def train(job: Job, prepared: Prepared, layers: dict[str, nn.Module], progress: 
             undo.enter_context(closing(transfers))
         setting, plan = prepared.setting, prepared.plan
         rig: _Rig | None = None
-        is_first = True
         while True:
             try:
                 rig = rig or _rig(job, replace(prepared, setting=setting), layers, progress, transfers)
-                yield from _steps(rig, prepared, setting, tells=is_first)
+                yield from _steps(rig, prepared, setting)
                 return
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 lower = plan and next_rung(plan, prepared.wishes, prepared.device) if is_out_of_memory(error) else None
@@ -79,7 +83,7 @@ def train(job: Job, prepared: Prepared, layers: dict[str, nn.Module], progress: 
                     raise
                 cause = str(error).splitlines()[0]
             # Only here the failed step's tensors are gone: the error held them.
-            plan, setting, is_first = lower, lower.setting, False
+            plan, setting = lower, lower.setting
             rig = rig and _unbroken(rig)
             progress.restore()
             gc.collect()
@@ -88,26 +92,23 @@ def train(job: Job, prepared: Prepared, layers: dict[str, nn.Module], progress: 
 
 
 def _unbroken(rig: _Rig) -> _Rig:
-    """Return ``rig`` with its scaler at its present scale, without what a step that broke off has left in it."""
+    """Return ``rig`` for another rung: its scaler at its present scale, without what a step that broke off has left
+    in it; what there is to tell has been told."""
     scaler = rig.stepper.scaler
     fresh = torch.amp.GradScaler(rig.job.denoiser.device.type, enabled=scaler.is_enabled())
     fresh.load_state_dict(scaler.state_dict())
-    return replace(rig, stepper=replace(rig.stepper, scaler=fresh))
+    return replace(rig, stepper=replace(rig.stepper, scaler=fresh), tells=False)
 
 
-def _steps(rig: _Rig, prepared: Prepared, setting: Setting, tells: bool) -> Iterator[Event]:
-    """Run the steps that are left with ``setting``.
-
-    Args:
-        tells: first measure how far the settings lead away from the network's own function.
-    """
+def _steps(rig: _Rig, prepared: Prepared, setting: Setting) -> Iterator[Event]:
+    """Run the steps that are left with ``setting``."""
     job, progress, config = rig.job, rig.progress, prepared.config
     place_state(rig.optimizer, setting, rig.transfers)
     engine = Engine(setting=setting, transfers=rig.transfers, writes_in_place=prepared.writes_in_place)
     dtype = DTYPES[prepared.precision]
     with attached(job.denoiser, rig.layers, progress.adapters, dtype, engine) as engaged:
         stepper = replace(rig.stepper, begin=engaged.begin, micro_batch=setting.micro_batch)
-        if tells:
+        if rig.tells:
             yield from _notes(job, stepper)
         for step in range(len(progress.losses), config.steps):
             yield _one(job, stepper, progress, step, config.steps)
