@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import ComplexityConfig
+from .caption_faults import captions_of
 from .dataset import Complexity, Dataset, Sample
 from .detail import COLOURS, EDGES, ENTROPY, FREQUENCY, grey_entropy
 from .histogram import bars
@@ -116,12 +117,8 @@ def _weights(config: ComplexityConfig) -> dict[str, float]:
 
 def _caption_lengths(samples: Sequence[Sample]) -> Column:
     """Return the words of each sample's caption over those of the longest; of several captions, their mean counts."""
-    words = np.array([statistics.fmean(map(count_words, _captions(sample))) for sample in samples])
+    words = np.array([statistics.fmean(map(count_words, captions_of(sample))) for sample in samples])
     return words / (words.max(initial=0.0) or 1.0)
-
-
-def _captions(sample: Sample) -> Sequence[str]:
-    return getattr(sample, "captions", None) or (sample.caption,)
 
 
 def _weigh(columns: Mapping[str, Column], weights: Mapping[str, float], percentile: bool) -> Column:
