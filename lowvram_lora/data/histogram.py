@@ -12,6 +12,8 @@ from .lettering import font
 
 _BINS = 8
 _BAR_WIDTH = 30
+# Equal but for rounding.
+_SAME = 1e-6
 
 _PICTURE_BINS = 20
 _HEIGHT_PX = 240
@@ -22,7 +24,7 @@ _PAPER, _INK, _BAR = (250, 250, 250), (40, 40, 40), (70, 120, 190)
 def bars(scores: Sequence[float]) -> Iterator[str]:
     """Yield lines of text: a bar for each of 8 ranges between the least and the greatest of ``scores``."""
     low, high = min(scores), max(scores)
-    if low == high:
+    if high - low < _SAME:
         yield f"  {low:.3f}: all of them"
         return
     counts, edges = np.histogram(scores, bins=_BINS, range=(low, high))

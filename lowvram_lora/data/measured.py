@@ -53,7 +53,7 @@ class MeasuredStore:
                 for shard, new in _by_shard(rows).items():
                     content = _merged(_read(self._path(shard)), new)
                     _replace(self._path(shard), json.dumps(content).encode("ascii"))
-        except (OSError, Timeout) as error:
+        except (OSError, Timeout, NotImplementedError) as error:  # the last: a disk that knows no locks
             LOG.warning("Measures of pictures are not kept, %s: %s", self._folder, error)
 
     def _path(self, shard: str) -> Path:

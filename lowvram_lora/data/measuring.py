@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -25,8 +26,11 @@ LIKENESS = "likeness"
 OnProgress = Callable[[int, int, str], None]
 
 _MAX_THREADS = 4
+# Decoded and flattened, these take about 600 MiB. A larger picture is read alone.
+_MAX_PX_UNDER_WAY = 100_000_000
 _KEEP_EVERY = 500
 _GONE = "this image is gone; queue again to read the folder anew"
+_TOO_LARGE = "there is not enough free memory to read this image; save it smaller"
 _CHANGED = "this image has changed since Load Dataset read it; queue again"
 
 
@@ -65,7 +69,8 @@ def measure(
         return _measure(dataset.samples[index], dataset.config.background, [n for n in names if n not in rows[index]])
 
     failed: list[tuple[Sample, PathError]] = []
-    with _kept(store) as keep, closing(_in_threads(work, missing, num_threads)) as results:
+    sizes_px = {index: math.prod(dataset.samples[index].image_size_px) for index in missing}
+    with _kept(store) as keep, closing(_in_threads(work, sizes_px, num_threads)) as results:
         for index, measured in zip(missing, results, strict=True):
             sample = dataset.samples[index]
             if isinstance(measured, PathError):
@@ -148,7 +153,9 @@ def _measure(sample: Sample, background: str, names: Collection[str]) -> Row | P
     try:
         picture = small_copy(decode(data, sample.image).image, background)
     except PathError as error:
-        return error
+        return PathError(sample.image, error.reason)  # a raised one keeps the frames that hold the picture
+    except MemoryError:
+        return PathError(sample.image, _TOO_LARGE)
     row: Row = {name: MEASURES[name](picture) for name in names if name != LIKENESS}
     if LIKENESS in names:
         row[LIKENESS] = likeness(picture).to_text()
@@ -156,19 +163,21 @@ def _measure(sample: Sample, background: str, names: Collection[str]) -> Row | P
 
 
 def _in_threads(
-    work: Callable[[int], Row | PathError], indices: Iterable[int], num_threads: int | None
+    work: Callable[[int], Row | PathError], sizes_px: Mapping[int, int], num_threads: int | None
 ) -> Generator[Row | PathError, None, None]:
-    """Yield what ``work`` gives for each index, in order, with only a few of them under way."""
-    size = num_threads or min(_MAX_THREADS, os.cpu_count() or 1)
-    under_way: deque[Future[Row | PathError]] = deque()
-    pool = ThreadPoolExecutor(size, thread_name_prefix="measure")
+    """Yield what ``work`` gives for each index of ``sizes_px``, in order, with few of them and few pixels under way."""
+    num_threads = num_threads or min(_MAX_THREADS, os.cpu_count() or 1)
+    under_way: deque[tuple[int, Future[Row | PathError]]] = deque()
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="measure")
     try:
-        for index in indices:
-            under_way.append(pool.submit(work, index))
-            if len(under_way) > 2 * size:
-                yield under_way.popleft().result()
+        for index, size_px in sizes_px.items():
+            while under_way and (
+                len(under_way) >= 2 * num_threads or size_px + sum(px for px, _ in under_way) > _MAX_PX_UNDER_WAY
+            ):
+                yield under_way.popleft()[1].result()
+            under_way.append((size_px, pool.submit(work, index)))
         while under_way:
-            yield under_way.popleft().result()
+            yield under_way.popleft()[1].result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

@@ -4,15 +4,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 from scipy.stats import percentileofscore
 from skimage.measure import shannon_entropy
 
 from lowvram_lora.config import ComplexityConfig, DataConfig
 from lowvram_lora.data.complexity import count_words, extremes, grey_entropy, report, score
+from lowvram_lora.data.histogram import bars
 from lowvram_lora.data.overview import overview
 from lowvram_lora.data.scan import Dataset, scan
-from lowvram_lora.errors import PathError
+from lowvram_lora.errors import ConfigError, PathError
 
 
 def make_folder(folder: Path) -> Path:
@@ -148,6 +149,30 @@ def test_percentiles_spread_scores_that_are_close(tmp_path: Path) -> None:
     expected = [percentileofscore(scores_of(plain), value, kind="mean") / 100 for value in scores_of(plain)]
     assert scores_of(spread) == pytest.approx(expected)
     assert np.argsort(scores_of(spread)).tolist() == np.argsort(scores_of(plain)).tolist()
+
+
+def test_scores_that_differ_by_rounding_alone_are_all_the_same() -> None:
+    assert list(bars([0.5, float(np.nextafter(0.5, 1))])) == ["  0.500: all of them"]
+
+
+def test_a_negative_is_as_rich_as_its_picture(tmp_path: Path) -> None:
+    dataset_of(tmp_path, [60])
+    with Image.open(tmp_path / "0.png") as image:
+        ImageOps.invert(image).save(tmp_path / "negative.png")
+    scored = score(scan(DataConfig(folder=str(tmp_path), bucket_step=8), [tmp_path]), ComplexityConfig())
+    assert "all of them" in report(scored)
+
+
+@pytest.mark.parametrize("weight", [-0.1, float("nan"), float("inf")])
+def test_a_weight_that_is_no_weight_is_refused_by_name(weight: float) -> None:
+    with pytest.raises(ConfigError, match="edge_weight"):
+        ComplexityConfig(edge_weight=weight)
+
+
+def test_weights_that_are_all_zero_are_refused() -> None:
+    with pytest.raises(ConfigError, match="above 0"):
+        ComplexityConfig(image_weight=0.0, text_weight=0.0)
+    ComplexityConfig(image_weight=0.0, text_weight=0.0, colour_weight=0.1)
 
 
 def test_skip_reads_no_picture_and_gives_all_the_same_score(tmp_path: Path) -> None:

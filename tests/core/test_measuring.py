@@ -2,6 +2,8 @@ import errno
 import json
 import os
 import shutil
+import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -203,3 +205,37 @@ def test_no_more_pictures_are_in_memory_than_threads(tmp_path: Path, monkeypatch
 def test_threads_change_no_number(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "a", 20)
     assert measure(dataset, ALL, num_threads=4) == measure(dataset, ALL, num_threads=1)
+
+
+def test_large_pictures_are_read_one_at_a_time(tmp_path: Path, monkeypatch) -> None:
+    dataset = make_dataset(tmp_path / "a", 8)
+    inside, most = 0, 0
+    decode, lock = measuring.decode, threading.Lock()
+
+    def counted(data: bytes, path: object) -> object:
+        nonlocal inside, most
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        time.sleep(0.02)
+        try:
+            return decode(data, path)
+        finally:
+            with lock:
+                inside -= 1
+
+    monkeypatch.setattr(measuring, "decode", counted)
+    monkeypatch.setattr(measuring, "_MAX_PX_UNDER_WAY", 48 * 64 * 2 - 1)
+    measure(dataset, ALL, None, num_threads=4)
+    assert most == 1
+
+
+def test_a_picture_that_memory_has_no_room_for_is_named(tmp_path: Path, monkeypatch) -> None:
+    dataset = make_dataset(tmp_path / "a", 2)
+
+    def no_room(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(measuring, "small_copy", no_room)
+    with pytest.raises(PathError, match=r"img0\.png.*memory"):
+        measure(dataset, ALL)
