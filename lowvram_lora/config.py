@@ -145,16 +145,32 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ComplexityConfig:
-    """How Score Complexity weighs a sample's image against its caption."""
+    """How Score Complexity weighs a sample's measures; each measure, and the score, is 0 to 1.
+
+    Attributes:
+        image_weight: of the picture's entropy.
+        text_weight: of the caption's length.
+        frequency_weight: of the picture's high-frequency energy.
+        edge_weight: of the picture's edge density.
+        colour_weight: of the picture's number of colours.
+        percentile: replace each measure by the share of samples below it, before weighing.
+        skip: measure nothing and give every sample the same score.
+    """
 
     image_weight: float = 0.7
     text_weight: float = 0.3
+    frequency_weight: float = 0.0
+    edge_weight: float = 0.0
+    colour_weight: float = 0.0
+    percentile: bool = False
+    skip: bool = False
 
     def __post_init__(self) -> None:
-        _require_finite("image_weight", self.image_weight, 0.0)
-        _require_finite("text_weight", self.text_weight, 0.0)
-        total = self.image_weight + self.text_weight
-        require(total > 0, "image_weight + text_weight", total, "above 0")
+        names = ("image_weight", "text_weight", "frequency_weight", "edge_weight", "colour_weight")
+        for name in names:
+            _require_finite(name, getattr(self, name), 0.0)
+        total = sum(getattr(self, name) for name in names)
+        require(math.isfinite(total) and total > 0, " + ".join(names), total, "above 0 and finite")
 
 
 @dataclass(frozen=True, kw_only=True)
