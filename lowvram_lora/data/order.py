@@ -23,15 +23,15 @@ def spread_turns(repeats: Sequence[int], source: random.Random) -> list[list[int
     """Return the samples of each turn, those of a sample spread evenly over the epoch.
 
     There are as many turns as the largest of ``repeats``, T. A sample with r repeats and a phase p, drawn from 0 to
-    T - 1, is in turn t where ``(t r + p) // T`` grows: r times in all.
+    T - 1, is in turn t where ``(t r + p) // T`` grows from t to t + 1: r times in all.
     """
     most = max(repeats, default=0)
     placed: list[list[int]] = [[] for _ in range(most)]
     for index, times in enumerate(repeats):
         phase = int(source.random() * most)
-        for turn in range(most):
-            if ((turn + 1) * times + phase) // most > (turn * times + phase) // most:
-                placed[turn].append(index)
+        for number in range(1, times + 1):
+            # The turn in which (t + 1) r + p reaches number * T.
+            placed[-(-(number * most - phase) // times) - 1].append(index)
     return [turn for turn in placed if turn]
 
 

@@ -84,7 +84,7 @@ def test_a_batch_begins_with_one_of_the_hardest_not_yet_seen() -> None:
 def test_the_anchor_rotates_between_epochs() -> None:
     """In so many epochs as there are anchors, each of the hardest samples begins the epoch once."""
     made = planner(candidates([(index / 40, 1, (SQUARE,)) for index in range(40)]), num_anchors=8)
-    first = [made.epoch(number)[0][0].index for number in range(8)]
+    first = [made.epoch(number)[0][0].entry for number in range(8)]
     assert sorted(first) == list(range(32, 40))
 
 
