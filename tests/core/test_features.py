@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowvram_lora.data.complexity import count_words
@@ -15,6 +15,7 @@ def latents(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+@settings(deadline=None)
 @given(SIZES, SIZES, st.sampled_from([(4, 4), (16, 4), (32, 2), (128, 1)]))
 def test_visual_features_are_torchs_average_pool(height: int, width: int, kind: tuple[int, int]) -> None:
     channels, grid = kind
@@ -22,7 +23,9 @@ def test_visual_features_are_torchs_average_pool(height: int, width: int, kind: 
     expected = torch.nn.functional.adaptive_avg_pool2d(picture.double(), grid).flatten()
     found = visual_features(picture)
     assert found.dtype == np.float32
-    np.testing.assert_allclose(found, (expected / expected.norm()).numpy(), atol=2e-4)
+    # Values count in steps of 2^-16, so the whole is off by half a step a cell, and once more through its length.
+    atol = 2 * 2.0**-17 * len(expected) ** 0.5 / float(expected.norm()) + 1e-6
+    np.testing.assert_allclose(found, (expected / expected.norm()).numpy(), rtol=0, atol=atol)
     assert np.linalg.norm(found) == pytest.approx(1.0, abs=1e-6)
 
 
@@ -71,6 +74,7 @@ def test_captions_are_nearer_the_more_words_they_share() -> None:
     assert cat @ cat == pytest.approx(1.0)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=60))
 def test_every_caption_has_features_of_length_one(caption: str) -> None:
     found = text_features(caption)
@@ -82,6 +86,7 @@ def test_captions_without_a_word_are_alike() -> None:
     assert np.array_equal(text_features(""), text_features(" ,\n"))
 
 
+@settings(deadline=None)
 @given(st.text(max_size=60))
 def test_words_are_those_that_score_complexity_counts(caption: str) -> None:
     assert len(words(caption)) == count_words(caption)

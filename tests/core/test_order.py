@@ -1,7 +1,7 @@
 import random
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowvram_lora.data import order
@@ -13,6 +13,7 @@ from tests.core.planning_cases import SQUARE, TALL, candidates
 REPEATS = st.lists(st.integers(1, 7), min_size=1, max_size=20)
 
 
+@settings(deadline=None)
 @given(REPEATS, st.integers(0, 9))
 def test_every_order_shows_each_sample_exactly_repeats_times(repeats: list[int], seed: int) -> None:
     source = random.Random(seed)
@@ -25,6 +26,7 @@ def test_every_order_shows_each_sample_exactly_repeats_times(repeats: list[int],
     assert Counter(i for members in order.bucketed(kinds, repeats, source) for i in members) == wanted
 
 
+@settings(deadline=None)
 @given(REPEATS, st.integers(0, 9))
 def test_repeats_are_spread_evenly_over_the_epoch(repeats: list[int], seed: int) -> None:
     most = max(repeats)

@@ -3,7 +3,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowvram_lora.data.population import Population
@@ -23,6 +23,7 @@ from tests.core.planning_cases import SQUARE, TALL, candidates, plain, populatio
 WEIGHTS = st.lists(st.integers(0, 50), max_size=40)
 
 
+@settings(deadline=None)
 @given(WEIGHTS, st.integers(1, 60), st.integers(1, 6))
 def test_cutting_loses_nothing_moves_nothing_and_keeps_the_budget(
     weights: list[int], budget: int, base_size: int
@@ -35,6 +36,7 @@ def test_cutting_loses_nothing_moves_nothing_and_keeps_the_budget(
         assert sum(weights[i] for i in batch) <= budget or len(batch) == 1
 
 
+@settings(deadline=None)
 @given(WEIGHTS, st.integers(1, 60), st.integers(1, 6))
 def test_a_batch_ends_only_where_the_next_sample_does_not_fit(weights: list[int], budget: int, base_size: int) -> None:
     batches = cut(range(len(weights)), weights, by_tokens(budget, base_size))
@@ -47,6 +49,7 @@ def test_a_sample_over_the_budget_is_alone_in_its_batch() -> None:
     assert cut("abcd", [3, 11, 4, 5], by_tokens(10, 4)) == [("a",), ("b",), ("c", "d")]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 30), st.integers(1, 7))
 def test_by_count_the_last_batch_alone_is_short(number: int, batch_size: int) -> None:
     sizes = [len(batch) for batch in cut(range(number), [1] * number, by_count(batch_size))]
@@ -54,6 +57,7 @@ def test_by_count_the_last_batch_alone_is_short(number: int, batch_size: int) ->
     assert sum(sizes) == number
 
 
+@settings(deadline=None)
 @given(populations(), st.integers(1, 4))
 def test_the_budget_of_a_base_size_holds_so_many_of_any_samples(population: Population, base_size: int) -> None:
     limit = by_tokens(budget_of(population, base_size), base_size)
@@ -62,6 +66,7 @@ def test_the_budget_of_a_base_size_holds_so_many_of_any_samples(population: Popu
     assert all(base_size <= len(batch) <= 4 * base_size for batch in batches[:-1])
 
 
+@settings(deadline=None)
 @given(st.integers(1, 64), st.integers(0, 500))
 def test_a_batch_of_one_shape_is_as_large_as_the_memory_model_says(base_size: int, fits: int) -> None:
     """Between 1 and 4 times the base size."""
@@ -71,6 +76,7 @@ def test_a_batch_of_one_shape_is_as_large_as_the_memory_model_says(base_size: in
     assert len(first) == min(max(fits, base_size), 4 * base_size)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=30))
 def test_shapes_share_a_batch_by_what_the_memory_model_says_of_each(fitting: list[int]) -> None:
     limit = by_memory(lambda shape: shape[1], base_size=2)
@@ -106,6 +112,7 @@ def test_presets_start_at_8_4_2_and_1() -> None:
     assert [preset_size(resolution) for resolution in (64, 513, 800, 1025, 4096)] == [8, 4, 2, 1, 1]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), max_size=1), st.integers(1, 99), st.integers(1, 99), st.integers(1, 4))
 def test_latent_tokens_are_patches_of_all_frames(frames: list[int], height: int, width: int, patch: int) -> None:
     expected = math.prod(frames) * math.ceil(height / patch) * math.ceil(width / patch)
