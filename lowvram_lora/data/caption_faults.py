@@ -30,7 +30,7 @@ def identical(dataset: Dataset) -> Iterator[Finding]:
     by_words: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for sample in dataset.samples:
         if not _is_bare(sample, trigger):
-            by_words[captions_of(sample)].append(sample.name)
+            by_words[sample.captions].append(sample.name)
     groups = [Group(quoted(words[0]), tuple(names)) for words, names in by_words.items() if len(names) > 1]
     if groups:
         num_images = sum(len(group.names) for group in groups)
@@ -62,13 +62,8 @@ def too_long(samples: Sequence[Sample], window: TextWindow | None) -> Iterator[F
     yield Finding("captions too long", sentence, tuple(groups))
 
 
-def captions_of(sample: Sample) -> tuple[str, ...]:
-    """Return all captions of ``sample``."""
-    return tuple(getattr(sample, "captions", None) or (sample.caption,))
-
-
 def _beyond(sample: Sample, window: TextWindow) -> Iterator[Group]:
-    for caption in captions_of(sample):
+    for caption in sample.captions:
         num_tokens, rest = window.left_over(caption)
         if num_tokens > window.num_tokens:
             about = "" if window.is_exact else "about "
@@ -76,4 +71,4 @@ def _beyond(sample: Sample, window: TextWindow) -> Iterator[Group]:
 
 
 def _is_bare(sample: Sample, trigger: str) -> bool:
-    return all(caption.strip() in ("", trigger) for caption in captions_of(sample))
+    return all(caption.strip() in ("", trigger) for caption in sample.captions)

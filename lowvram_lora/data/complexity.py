@@ -5,7 +5,6 @@ Each measure is 0 to 1, and so is the score: the weighted mean.
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,20 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import ComplexityConfig
-from .caption_faults import captions_of
 from .dataset import Complexity, Dataset, Sample
 from .detail import COLOURS, EDGES, ENTROPY, FREQUENCY, grey_entropy
 from .histogram import bars
 from .measuring import OnProgress, measure, no_progress
+from .words import words
 
 __all__ = ["SKIPPED", "count_words", "extremes", "grey_entropy", "report", "score"]
 
 # What every sample scores that was not looked at: halfway, so that none counts as simple or hard.
 SKIPPED = Complexity(entropy=0.0, caption_length=0.0, score=0.5)
 
-# Han, kana and their extensions: written without spaces, so each character counts as a word.
-_CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003134f"
-_WORD = re.compile(rf"[{_CJK}]|(?:(?![{_CJK}])[\w'’-])+")
 _CAPTION = "caption"
 _NUM_NAMED = 6
 
@@ -73,7 +69,7 @@ def score(
 
 def count_words(caption: str) -> int:
     """Return the number of words; a Chinese or Japanese character counts as one."""
-    return len(_WORD.findall(caption))
+    return len(words(caption))
 
 
 def extremes(dataset: Dataset, limit: int = _NUM_NAMED) -> tuple[list[Sample], list[Sample]]:
@@ -117,8 +113,8 @@ def _weights(config: ComplexityConfig) -> dict[str, float]:
 
 def _caption_lengths(samples: Sequence[Sample]) -> Column:
     """Return the words of each sample's caption over those of the longest; of several captions, their mean counts."""
-    words = np.array([statistics.fmean(map(count_words, captions_of(sample))) for sample in samples])
-    return words / (words.max(initial=0.0) or 1.0)
+    counts = np.array([statistics.fmean(map(count_words, sample.captions)) for sample in samples])
+    return counts / (counts.max(initial=0.0) or 1.0)
 
 
 def _weigh(columns: Mapping[str, Column], weights: Mapping[str, float], percentile: bool) -> Column:

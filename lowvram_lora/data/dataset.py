@@ -18,7 +18,7 @@ class Complexity:
     Attributes:
         entropy: of the grey histogram, 0 (one flat colour) to 1 (all 256 greys equally often).
         caption_length: words of the caption over words of the dataset's longest, 0 to 1.
-        score: ``image_weight * entropy + text_weight * caption_length``.
+        score: the weighted mean of the measures, 0 to 1; 0.5 where nothing was measured (``skip``).
     """
 
     entropy: float

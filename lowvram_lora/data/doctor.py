@@ -39,7 +39,7 @@ def examine(
             finds only copies that are the same to the byte.
     """
     intent = intent or Intent()
-    trained = [sample for sample in dataset.samples if not getattr(sample, "is_validation", False)]
+    trained = [sample for sample in dataset.samples if not sample.is_validation]
     return (
         *picture_faults.unusable(dataset.skipped),
         *picture_faults.too_small(dataset),

@@ -17,7 +17,7 @@ from .dataset import Dataset, Sample, digest_of, name_some
 from .detail import MEASURES, WORKING_PX, small_copy
 from .likeness import Likeness, likeness
 from .measured import MeasuredStore, Row, Value
-from .pixels import decode
+from .pixels import decode, strict_decoding
 
 # Raise it when the same picture would measure otherwise.
 FORMAT_VERSION = 1
@@ -70,7 +70,8 @@ def measure(
 
     failed: list[tuple[Sample, PathError]] = []
     sizes_px = {index: math.prod(dataset.samples[index].image_size_px) for index in missing}
-    with _kept(store) as keep, closing(_in_threads(work, sizes_px, num_threads)) as results:
+    pool = _in_threads(work, sizes_px, num_threads)
+    with strict_decoding(), _kept(store) as keep, closing(pool) as results:
         for index, measured in zip(missing, results, strict=True):
             sample = dataset.samples[index]
             if isinstance(measured, PathError):

@@ -74,7 +74,7 @@ def duplicates(samples: Sequence[Sample], pictures: Sequence[Likeness] | None) -
 
 def _group(samples: Sequence[Sample]) -> Group:
     # A picture that was trained on tells nothing about those that were not.
-    held_out = {getattr(sample, "is_validation", False) for sample in samples}
+    held_out = {sample.is_validation for sample in samples}
     label = "some held out for validation, some trained on" if len(held_out) > 1 else ""
     return Group(label, tuple(sample.name for sample in samples))
 
