@@ -3,7 +3,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowvram_lora.config import SamplerConfig
@@ -32,6 +32,7 @@ def indices(epoch: Epoch) -> Indices:
     return tuple(tuple(draw.entry for draw in batch) for batch in epoch)
 
 
+@settings(deadline=None)
 @given(KINDS, st.integers(1, 7), st.sampled_from(["shuffle", "ordered"]), st.integers(0, 5), st.integers(0, 3))
 def test_every_sample_is_seen_exactly_repeats_times(
     kinds: list[tuple[tuple[int, ...], int]], batch_size: int, strategy: str, seed: int, n: int
@@ -46,6 +47,7 @@ def test_every_sample_is_seen_exactly_repeats_times(
     assert len(epoch) == made.batches_per_epoch
 
 
+@settings(deadline=None)
 @given(KINDS, st.integers(1, 4), st.lists(st.integers(0, 200), min_size=1, max_size=8))
 def test_any_batch_can_be_had_at_any_time(
     kinds: list[tuple[tuple[int, ...], int]], batch_size: int, wanted: list[int]

@@ -11,6 +11,7 @@ from lowvram_lora.errors import ConfigError
 SIDES = st.integers(1, 12000)
 
 
+@settings(deadline=None)
 @given(SIDES, SIDES, st.integers(64, 2048), st.sampled_from(range(8, 65, 8)))
 def test_every_size_gets_a_bucket_within_the_limits(height: int, width: int, resolution: int, step: int) -> None:
     bucket = bucket_for((height, width), resolution, step)
@@ -20,12 +21,14 @@ def test_every_size_gets_a_bucket_within_the_limits(height: int, width: int, res
     assert max(bucket) <= MAX_ASPECT * min(bucket)
 
 
+@settings(deadline=None)
 @given(SIDES, SIDES, st.sampled_from([512, 768, 1000, 1024]))
 def test_a_turned_image_gets_the_turned_bucket(height: int, width: int, resolution: int) -> None:
     bucket = bucket_for((height, width), resolution, 64)
     assert bucket_for((width, height), resolution, 64) == (bucket[1], bucket[0])
 
 
+@settings(deadline=None)
 @given(st.integers(100, 4000), st.floats(1.0, 2.5))
 def test_no_bucket_of_the_same_rules_is_nearer(height: int, aspect: float) -> None:
     image = (height, round(height * aspect))
