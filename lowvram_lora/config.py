@@ -10,7 +10,7 @@ from .errors import ConfigError
 Targets = Literal["attention", "attention + feed-forward", "all linear", "all linear + conv"]
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
 Schedule = Literal["constant", "linear", "cosine"]
-Strategy = Literal["shuffle", "ordered"]
+Strategy = Literal["shuffle", "ordered", "sparse", "bucketed", "sequential", "random", "curriculum"]
 CaptionExtension = Literal["auto", ".txt", ".caption"]
 MissingCaptions = Literal["trigger word", "empty", "folder name", "skip"]
 Masks = Literal["none", "alpha", "folder"]
@@ -214,16 +214,25 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerConfig:
-    """How Sparse Batch Sampler draws batches."""
+    """How Sparse Batch Sampler draws batches.
+
+    Attributes:
+        batch_size: samples in a batch; with ``adaptive_batch`` the least that a full batch holds.
+        strategy: ``shuffle`` and ``ordered`` keep to batches of one latent shape; for the others see ``data.epochs``.
+        adaptive_batch: a batch is full at the tokens of ``batch_size`` of the dearest samples, not at their number.
+    """
 
     batch_size: int = 1
     strategy: Strategy = "shuffle"
     seed: int = 0
+    adaptive_batch: bool = False
 
     def __post_init__(self) -> None:
         require(self.batch_size >= 1, "batch_size", self.batch_size, "1 or more")
         _require_choice("strategy", self.strategy, Strategy)
         require(0 <= self.seed <= MAX_SEED, "seed", self.seed, f"0 to {MAX_SEED}")
+        counts = self.adaptive_batch and self.strategy == "ordered"
+        require(not counts, "adaptive_batch", True, "off with the strategy 'ordered'; 'sequential' can do it")
 
 
 @dataclass(frozen=True, kw_only=True)

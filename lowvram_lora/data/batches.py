@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..config import SamplerConfig
 from ..errors import DatasetError
@@ -14,6 +14,7 @@ from .bucketed import Bucketed
 from .dataset import digest_of
 from .draw import EMPTY_CAPTION, Batch, Draw, Epoch
 from .index import CacheIndex
+from .planned import Planned
 
 
 class Planner(Protocol):
@@ -44,10 +45,16 @@ class Planner(Protocol):
         """Return what an epoch looks like, in words."""
         ...
 
+    def determining(self) -> tuple[Any, ...]:
+        """Return, as plain data, what decides the batches beside the settings and the encodings."""
+        ...
+
 
 def planner_for(cache: CacheIndex, config: SamplerConfig) -> Planner:
     """Return what plans ``config.strategy``."""
-    return Bucketed(cache, config)
+    if config.strategy in ("shuffle", "ordered") and not config.adaptive_batch:
+        return Bucketed(cache, config)
+    return Planned(cache, config)
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,8 @@ class BatchRecipe:
     def fingerprint(self) -> str:
         """Hex digest of everything here that decides training."""
         config = self.config
-        return digest_of(self.cache.fingerprint, config.batch_size, config.strategy, config.seed)
+        more = self.planner.determining()
+        return digest_of(self.cache.fingerprint, config.batch_size, config.strategy, config.seed, *more)
 
     def epoch(self, n: int) -> Epoch:
         """Return the planned batches of epoch ``n``, counted from 0, without the choice of variants."""

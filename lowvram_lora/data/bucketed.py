@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 from ..config import SamplerConfig
 from .draw import Batch, Draw, Epoch
@@ -57,6 +58,10 @@ class Bucketed:
     def largest(self) -> Batch:
         """Return the batch with the most latents; each epoch has one like it."""
         return heaviest(self._cache, self.epoch(0))
+
+    def determining(self) -> tuple[Any, ...]:
+        """Return nothing: settings and encodings decide all."""
+        return ()
 
     def _plan(self, n: int) -> Epoch:
         # Text seeds are hashed by Python itself, the same on every version and machine.

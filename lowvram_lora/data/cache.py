@@ -16,6 +16,7 @@ from .lock import claimed
 from .precision import LATENTS
 from .profiles import CachePlan
 from .store import Kind, generation, invalidate, path_of, peek, touch, write
+from .traits import num_text_tokens, textual_of, visual_of
 from .wanted import WantedPicture, captions_of, num_steps, text_key, wanted_pictures
 
 __all__ = [
@@ -133,6 +134,9 @@ class _Steps:
     def waiting(self) -> None:
         self.on_progress(self.done, self.total, "another ComfyUI is encoding this; waiting for it")
 
+    def looking_at(self, name: str) -> None:
+        self.on_progress(self.done, self.total, f"looking at {name}, which an older version encoded")
+
     def disk_bytes(self) -> int:
         return sum(_size(path) for path in self.files)
 
@@ -178,7 +182,7 @@ def build(
     _build_masks(wanted, shapes, dataset.config.masks == "alpha", steps)
     parts: dict[bool, list[CacheEntry]] = {False: [], True: []}
     for sample, several in zip(dataset.samples, wanted, strict=True):
-        parts[sample.is_validation].append(_entry(sample, several, keys, shapes, plan))
+        parts[sample.is_validation].append(_entry(sample, several, keys, shapes, plan, steps))
     index = CacheIndex(
         root=root,
         entries=tuple(parts[False]),
@@ -277,6 +281,7 @@ def _entry(
     keys: dict[str, str],
     shapes: dict[str, tuple[int, ...]],
     plan: CachePlan,
+    steps: _Steps,
 ) -> CacheEntry:
     by_scale: dict[float, list[WantedPicture]] = {}
     for each in wanted:
@@ -291,13 +296,17 @@ def _entry(
         for scale, several in by_scale.items()
     )
     complexity = sample.complexity if plan.uses_scores else None
+    text_keys = tuple(keys[caption] for caption in captions_of(sample))
     return CacheEntry(
         name=sample.name,
         scales=scales,
-        text_keys=tuple(keys[caption] for caption in captions_of(sample)),
+        text_keys=text_keys,
         repeats=sample.repeats,
         complexity_score=None if complexity is None else complexity.score,
         bucket_px=sample.bucket_px,
+        text_tokens=max(num_text_tokens(steps.root, key) for key in text_keys),
+        visual=visual_of(steps.root, scales[0].image_keys[0], lambda: steps.looking_at(sample.name)),
+        textual=textual_of(sample.captions),
     )
 
 

@@ -20,6 +20,7 @@ from .ordered import in_order
 from .pixels import strict_decoding, to_pixels
 from .precision import LATENTS
 from .store import UnreadableFileError, path_of, peek, read, write
+from .traits import with_features
 from .wanted import WantedPicture
 
 # One picture is made ready while another is encoded. A few wait in RAM, so more threads would only take more of it.
@@ -123,7 +124,8 @@ class PictureEncoder:
         return tuple(latents.shape)
 
     def _write(self, wanted: WantedPicture, latents: Tensor) -> None:
-        write(path_of(self.root, "latents", wanted.key), *precision.encode(latents, self.encoding))
+        tensors, metadata = precision.encode(latents, self.encoding)
+        write(path_of(self.root, "latents", wanted.key), tensors, with_features(tensors, metadata))
 
     def _encode(self, group: Sequence[WantedPicture], pixels_BHWC: Tensor) -> list[Tensor]:
         names = [wanted.sample.name for wanted in group]

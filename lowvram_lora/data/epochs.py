@@ -6,6 +6,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, get_args
 
 from ..config import require
@@ -46,23 +47,31 @@ class EpochPlanner:
 
     Each shows every sample exactly ``repeats`` times. By count, all epochs have equally many batches; by tokens or by
     memory their number may differ from epoch to epoch.
+
+    Attributes:
+        weights: of each configuration; see ``tokens.Limit``.
     """
 
     def __init__(self, population: Population, limit: Limit, config: EpochConfig) -> None:
         self.population, self.limit, self.config = population, limit, config
-        self._weights = limit.weights(population)
+        self.weights = limit.weights(population)
         self._precisions = [config.precision.at(float(score)) for score in population.scores]
-        self._sparse: SparsePlanner | None = None
         self._planned: dict[int, PlannedEpoch] = {}
         self._ends: list[int] = []
+
+    @cached_property
+    def sparse(self) -> SparsePlanner:
+        """What plans sparse batches."""
+        config = self.config
+        return SparsePlanner(self.population, self.limit, config.seed, config.sparse, config.precision)
 
     def epoch(self, number: int) -> PlannedEpoch:
         """Return the batches of epoch ``number``, counted from 0."""
         planned = self._planned.get(number)
         if planned is None:
             planned = self._plan(number)
-            # Training asks for batch after batch of one epoch; only that one is kept.
-            self._planned.clear()
+            # Training asks for batch after batch of one epoch, and perhaps for the next one ahead.
+            self._planned = {other: kept for other, kept in self._planned.items() if abs(other - number) == 1}
             self._planned[number] = planned
         return planned
 
@@ -84,7 +93,7 @@ class EpochPlanner:
         if not self._ends:
             self._ends.append(len(self.epoch(0)))
         # Where all samples weigh the same, all epochs are equally long.
-        if self._weights.min() == self._weights.max():
+        if self.weights.min() == self.weights.max():
             number = k // self._ends[0]
             return number, number * self._ends[0]
         while self._ends[-1] <= k:
@@ -94,10 +103,7 @@ class EpochPlanner:
 
     def _plan(self, number: int) -> PlannedEpoch:
         if self.config.strategy == "sparse":
-            if self._sparse is None:
-                config = self.config
-                self._sparse = SparsePlanner(self.population, self.limit, config.seed, config.sparse, config.precision)
-            return self._sparse.epoch(number)
+            return self.sparse.epoch(number)
         if self.config.strategy == "bucketed":
             return self._bucketed(number)
         return tuple(self._cut(self._order(number)))
@@ -123,4 +129,4 @@ class EpochPlanner:
     def _cut(self, members: Sequence[int]) -> list[PlannedBatch]:
         scales = self.population.scales[:, 0]
         places = [Place(index, float(scales[index]), self._precisions[index]) for index in members]
-        return cut(places, self._weights[members, 0].tolist(), self.limit)
+        return cut(places, self.weights[members, 0].tolist(), self.limit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class CacheEntry:
         scales: the sizes that are encoded, the full one first.
         text_keys: one for each variant of the caption.
         bucket_px: height and width the image was fitted to, for reports; None if unknown.
+        text_tokens: of the longest caption, padding included.
+        visual, textual: what planning compares samples by; see ``traits``. Empty if unknown.
     """
 
     name: str
@@ -48,6 +50,9 @@ class CacheEntry:
     repeats: int
     complexity_score: float | None = None
     bucket_px: tuple[int, int] | None = None
+    text_tokens: int = 0
+    visual: bytes = field(default=b"", repr=False)
+    textual: bytes = field(default=b"", repr=False)
 
     @classmethod
     def single(

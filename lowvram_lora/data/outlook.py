@@ -62,9 +62,15 @@ class Outlook:
         return Gain(space.mean_gain(batches), chance, rounds)
 
     def lines(self) -> Iterator[str]:
-        """Yield what the epoch looks like: its batches, the count of every sample, scales, precisions and tokens."""
-        population, sizes = self.population, [len(batch) for batch in self.epoch]
-        yield f"{len(population)} samples, {sum(sizes)} draws an epoch, {len(sizes)} batches of {_span(sizes)}"
+        """Yield what the epoch looks like: how many samples, draws and batches, and the details."""
+        num_draws = sum(len(batch) for batch in self.epoch)
+        yield f"{len(self.population)} samples, {num_draws} draws an epoch, {len(self.epoch)} batches"
+        yield from self.details()
+
+    def details(self) -> Iterator[str]:
+        """Yield the sizes of the batches, the count of every sample, scales, precisions and tokens."""
+        population = self.population
+        yield f"Samples a batch: {_span([len(batch) for batch in self.epoch])}"
         yield self._proof()
         places = [place for batch in self.epoch for place in batch]
         scales = Counter(place.scale for place in places)

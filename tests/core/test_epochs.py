@@ -83,7 +83,7 @@ def test_the_report_proves_that_every_sample_is_seen() -> None:
     population = Population.of(candidates([(0.5, 3, (SQUARE,))] * 5 + [(0.5, 3, (WIDE,))] * 4))
     epoch = planner(population, by_count(4), "sparse").epoch(0)
     text = "\n".join(Outlook(population, epoch).lines())
-    assert "9 samples, 27 draws an epoch, 7 batches of 3 to 4, mean 3.86" in text
+    assert "9 samples, 27 draws an epoch, 7 batches\nSamples a batch: 3 to 4, mean 3.86" in text
     assert "Counted: each of 9 samples is seen 3 times, exactly" in text
     assert "Latent shapes a batch" in text
 
