@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-import torch
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
 from ..lowvram_lora.config import ComplexityConfig
 from ..lowvram_lora.data.complexity import report, score
@@ -65,10 +64,7 @@ class ScoreComplexity(io.ComfyNode):
             cache_root() / "measures",
             lambda done, _total, text: progress.update(done, text),
         )
-        picture = torch.from_numpy(overview(scored)).float().div(255.0)[None]
-        shown = reported(scored, report=report(scored), node_id=cls.hidden.unique_id)
-        seen = {**shown.ui.as_dict(), **ui.PreviewImage(picture, cls=cls).as_dict()}
-        return io.NodeOutput(*shown.args, picture, ui=seen)
+        return reported(scored, report=report(scored), node_id=cls.hidden.unique_id, picture=overview(scored))
 
 
 def _weight(name: str, tooltip: str, optional: bool = True) -> Any:

@@ -9,10 +9,11 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..lowvram_lora.config import MAX_SEED, CaptionExtension, DataConfig, Masks, MissingCaptions, require
+from ..lowvram_lora.data.examination import examination
 from ..lowvram_lora.data.image_input import captions_for, write_images
 from ..lowvram_lora.data.scan import folder_fingerprint, report, scan
 from ..lowvram_lora.errors import LowVramLoraError
-from ._host import Progress, choice, dataset_roots, images_root, reported, schema
+from ._host import Progress, cache_root, choice, dataset_roots, images_root, reported, schema
 
 DEFAULTS = {field.name: field.default for field in fields(DataConfig)}
 DatasetType = io.Custom("LOWVRAM_DATASET")
@@ -32,6 +33,7 @@ class LoadDataset(io.ComfyNode):
             outputs=[
                 DatasetType.Output("dataset", display_name="dataset"),
                 io.String.Output("report", display_name="report"),
+                io.Image.Output("picture", display_name="picture"),
             ],
             is_output_node=True,
         )
@@ -59,7 +61,9 @@ class LoadDataset(io.ComfyNode):
         else:
             require(not captions, "captions", captions, "unconnected without images; a folder has its own captions")
         dataset = scan(DataConfig(**widgets), roots, _shown(Progress(100, cls.hidden.unique_id)))
-        return reported(dataset, report=report(dataset), node_id=cls.hidden.unique_id)
+        examined = examination(dataset, cache_root() / "measures", _shown(Progress(100, cls.hidden.unique_id)))
+        text = f"{report(dataset)}\n{examined.text}"
+        return reported(dataset, report=text, node_id=cls.hidden.unique_id, picture=examined.picture)
 
 
 def _shown(progress: Progress) -> Callable[[int, int, str], None]:
