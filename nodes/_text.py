@@ -61,6 +61,8 @@ def _cut(tokens: Tensor, more: dict[str, Any], is_masked: bool, cuts: bool) -> l
         rows = num - length + min(length, _in_steps(length - padding))
     else:
         rows = num
+    if rows == num:
+        return [tokens, kept]
     if is_fitting:
         kept[MASK] = mask[..., :rows]
     return [tokens[:, :rows], kept]
