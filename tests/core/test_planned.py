@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lowvram_lora.config import DataConfig, SamplerConfig
+from lowvram_lora import fakes
+from lowvram_lora.config import DataConfig, LoraConfig, SamplerConfig, TrainConfig
 from lowvram_lora.data import store
 from lowvram_lora.data.batches import BatchRecipe
 from lowvram_lora.data.cache import CachePlan, build
@@ -18,6 +19,8 @@ from lowvram_lora.data.scan import scan
 from lowvram_lora.data.tiers import TieredCache
 from lowvram_lora.errors import ConfigError
 from lowvram_lora.fakes import FakeCodec, FakeTextEncoder
+from lowvram_lora.training.record import RunStore
+from lowvram_lora.training.run import Job, run
 
 PLANNED = ["sparse", "bucketed", "sequential", "random", "curriculum"]
 
@@ -126,3 +129,25 @@ def test_a_cache_of_an_older_version_gives_the_same_plan(tmp_path: Path) -> None
     assert after == before
     assert all(entry.visual and entry.textual and entry.text_tokens == 8 for entry in after.entries)
     assert recipe(after, "sparse").fingerprint == recipe(before, "sparse").fingerprint
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_sparse_batches_of_several_sizes_train_and_repeat_bit_for_bit(
+    index: CacheIndex, tmp_path: Path, adaptive: bool
+) -> None:
+    made = recipe(index, "sparse", adaptive_batch=adaptive)
+    assert any(len(by_shape(index, batch)) > 1 for batch in made.epoch(0))
+    losses = []
+    for name in ("one", "two"):
+        job = Job(
+            denoiser=fakes.FakeDenoiser(),
+            recipe=made,
+            config=TrainConfig(steps=made.batches_per_epoch + 1, lora=LoraConfig(rank=2)),
+            hardware=fakes.FakeHardware(),
+            cancel=fakes.FakeCancel(),
+            loras_root=tmp_path / name,
+            store=RunStore(tmp_path / f"{name} runs"),
+        )
+        *_, finished = run(job)
+        losses.append(finished.record.losses)
+    assert losses[0] == losses[1] and len(losses[0]) == made.batches_per_epoch + 1
