@@ -243,7 +243,7 @@ def full_size_peaks(pack: Any, family: str, rows: int, folder: Path, monkeypatch
             cache=core.data.tiers.TieredCache(index),
             seed=0,
         ),
-        batch=index.entries,
+        batch=(core.data.draw.Draw(0),),
         cancel=fakes.FakeCancel(),
     )
     setting = core.memory.setting.Setting(ring_bytes=estimate.smallest_ring(denoiser))
