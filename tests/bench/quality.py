@@ -45,8 +45,9 @@ Progress = Callable[[str], None]
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(prog="dev.py bench quality", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one seed, at the rates that an earlier sweep found")
-    parser.add_argument("--sweep", action="store_true", help="only look for the rates")
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--quick", action="store_true", help="one seed, at the rates that an earlier sweep found")
+    part.add_argument("--sweep", action="store_true", help="only look for the rates")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args(arguments)
 
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         result |= bench.judged(CONCEPT, SEEDS[:1] if options.quick else SEEDS, rates)
     result["problems"] = [*unsettled(result.get("sweep", {}), GRID), *result.get("problems", ())]
     result["seconds"] = round(time.perf_counter() - began, 1)
-    print(json.dumps(result) if options.json else table(result))
+    print(json.dumps(finite(result), allow_nan=False) if options.json else table(result))
     return 1 if result.get("problems") else 0
 
 
@@ -136,7 +137,8 @@ class Bench:
             distances.append(trainers.loss_distance(taught["ours_on"], taught["ours_off"]))
             exact = self.train("ours_exact", asked, rates["ours"], seed)
             differing += trainers.differing(exact, taught["ours_off"])
-        device_bytes, base = self._bytes(asked), asdict(marking.base_marks())
+        device_bytes = self._bytes(asked)
+        base = {**asdict(marking.base_marks()), "old_strict": marking.old_strict}
         # max() would pass over a NaN that is not the first.
         distance = max(distances) if all(map(math.isfinite, distances)) else math.nan
         found = [
@@ -208,6 +210,15 @@ def unsettled(sweep: Mapping[str, Any], grid: Sequence[float]) -> list[str]:
 def line(marks: judge.Marks) -> str:
     """Return marks in one line."""
     return " ".join(f"{name} {value:.3f}" for name, value in asdict(marks).items())
+
+
+def finite(value: Any) -> Any:
+    """Return ``value`` with None for every number that JSON has no word for."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table(result: dict[str, Any]) -> str:

@@ -118,6 +118,17 @@ def test_another_background_is_not_clean() -> None:
     assert (result.shape, result.clean, result.strict) == (1, 0, 0)
 
 
+@pytest.mark.parametrize("stray", ["lines", "spots", "tint"])
+def test_small_things_that_are_everywhere_are_not_clean(stray: str) -> None:
+    picture = draw.picture(one()).astype(np.int16)
+    rows, columns = np.mgrid[: scenes.SIDE, : scenes.SIDE]
+    free = draw.mask("circle", 32, 32, 14) == 0
+    where = {"lines": rows % 8 < 2, "spots": (rows % 12 < 4) & (columns % 12 < 4), "tint": rows >= 0}[stray] & free
+    picture[where] = picture[where] - 40 if stray == "tint" else (30, 60, 230)
+    result = score.score(picture.clip(0, 255).astype(np.uint8), one())
+    assert (result.shape, result.clean, result.strict) == (1, 0, 0)
+
+
 @pytest.mark.parametrize("asked", scenes.NEW_SHAPES)
 def test_nothing_but_the_shape_itself_counts_as_a_new_shape(asked: str) -> None:
     for shape in (*scenes.SHAPES, *scenes.NEW_SHAPES, *scenes.LOOKALIKES):
@@ -192,7 +203,7 @@ def test_a_stopped_base_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 def test_a_base_training_by_another_recipe_is_not_taken_up(tmp_path: Path) -> None:
     run, _ = training(tmp_path, 3)
-    with pytest.raises(ValueError, match="another recipe"):
+    with pytest.raises(states.OtherRecipeError, match="other settings"):
         states.Run(run.file, "other").load()
     recipes = {states.digest(1, "a"), states.digest(2, "a"), states.digest(1, torch.ones(2)), states.digest(np.ones(2))}
     assert len(recipes) == 4
@@ -210,6 +221,10 @@ def test_a_base_training_by_another_recipe_is_not_taken_up(tmp_path: Path) -> No
         ["--dataset", __file__],
         ["--checkpoint", str(Path(__file__).parent)],
         ["--checkpoint", "no such file"],
+        ["--checkpoint", __file__],
+        ["--checkpoint", "x" * 5000],
+        ["--dataset", "x" * 5000],
+        ["--steps", "9" * 5000],
     ],
 )
 def test_the_demo_refuses_what_cannot_work_before_it_starts(
@@ -217,7 +232,16 @@ def test_the_demo_refuses_what_cannot_work_before_it_starts(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         demo.parse(wrong)
-    assert wrong[0] in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert wrong[0] in message
+    assert len(message) < 2000
+
+
+def test_the_demo_offers_a_linked_checkpoint_by_the_name_of_the_link(tmp_path: Path) -> None:
+    (tmp_path / "9f86d08").write_bytes(b"weights")
+    (tmp_path / "sd15.safetensors").symlink_to(tmp_path / "9f86d08")
+    options = demo.parse(["--checkpoint", str(tmp_path / "sd15.safetensors")])
+    assert demo.graph_options(options, "photos").checkpoint == "sd15.safetensors"
 
 
 def test_demos_that_start_in_the_same_second_get_folders_of_their_own(tmp_path: Path) -> None:

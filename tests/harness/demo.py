@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ TIMEOUT_S = 24 * 3600.0
 USUAL_PX, USUAL_STEPS = 512, 20
 NUM_EXAM, NUM_ROWS = 24, 4
 PICTURES_A_LINE = 16
+CHECKPOINT_SUFFIXES = (".safetensors", ".sft", ".ckpt")
 
 
 class ProgressLines:
@@ -86,16 +88,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def a_file(text: str) -> Path:
-    """Return the file that an option names; a link's own name is not what ComfyUI is offered."""
-    if not text or not Path(text).is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
-    return Path(text).resolve()
+    """Return the checkpoint that an option names. Its name stays a link's own: what it leads to may have no ending."""
+    if not text or not exists(Path(text).is_file):
+        raise argparse.ArgumentTypeError(f"there is no file {shortened(text)!r}")
+    if Path(text).suffix.lower() not in CHECKPOINT_SUFFIXES:
+        raise argparse.ArgumentTypeError(f"{text!r} is no checkpoint: {', '.join(CHECKPOINT_SUFFIXES)}")
+    return Path(text).absolute()
 
 
 def a_folder(text: str) -> Path:
     """Return the folder that an option names. It is offered to ComfyUI by its name, so the root of a disk can't be."""
-    if not text or not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {text!r}")
+    if not text or not exists(Path(text).is_dir):
+        raise argparse.ArgumentTypeError(f"there is no folder {shortened(text)!r}")
     folder = Path(text).resolve()
     if not folder.name:
         raise argparse.ArgumentTypeError(f"{folder} is a whole disk; name a folder of pictures on it")
@@ -104,9 +108,22 @@ def a_folder(text: str) -> Path:
 
 def a_count(text: str) -> int:
     """Return the number that an option gives, 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{shortened(text)!r} is not a whole number of 1 or more")
     return int(text)
+
+
+def exists(check: Callable[[], bool]) -> bool:
+    """Ask a file system about a name; one that it can't hold is not there."""
+    try:
+        return check()
+    except (OSError, ValueError):
+        return False
+
+
+def shortened(text: str) -> str:
+    """Return at most 100 letters of ``text``."""
+    return text if len(text) <= 100 else f"{text[:99]}…"
 
 
 def new_folder(parent: Path) -> Path:
@@ -216,6 +233,8 @@ def main(arguments: list[str]) -> int:
     folder = new_folder(CACHE / "demo")
     name, search_paths = prepare(options, folder / "comfyui")
     prompt = build_prompt(options, name)
+    if options.checkpoint is None and not is_lesson(options):
+        print("The toy model draws simple shapes alone, whatever it learns; --checkpoint takes a model of your own.")
     print("Starting ComfyUI ...", flush=True)
     # The toy world's tensors are tiny: threads would wait for each other longer than they compute.
     environment = {"OMP_NUM_THREADS": "1"} if options.checkpoint is None else {}

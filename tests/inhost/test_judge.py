@@ -155,7 +155,7 @@ def test_with_one_seed_fixed_margins_stand_for_the_spread(measure: str, fair: fl
 
 
 def test_who_has_not_learned_or_has_forgotten_is_named() -> None:
-    base = {"loss": 0.9, "shape": 0.0, "strict": 0.0, "drift": 0.0}
+    base = {"loss": 0.9, "shape": 0.0, "strict": 0.0, "drift": 0.0, "old_strict": 0.9}
     assert verdict.unlearned(numbers(), base) == []
     assert (
         "reference has not learned"
@@ -164,6 +164,8 @@ def test_who_has_not_learned_or_has_forgotten_is_named() -> None:
     assert "loss" in verdict.unlearned(numbers(loss=[0.95] * 3), base)[0]
     assert "forgotten 0.20" in verdict.unlearned(numbers(drift=[0.2] * 3), base)[0]
     assert len(verdict.unlearned(numbers(loss=[float("nan")] * 3), base)) == 1
+    assert "native has not learned" in verdict.unlearned({"native": numbers(strict=[0.1] * 3)["ours_on"]}, base)[0]
+    assert "old right" in verdict.unlearned(numbers(), {**base, "old_strict": 0.1})[0]
 
 
 def mark(shape: float, drift: float) -> judge.Marks:
@@ -217,16 +219,22 @@ def test_what_is_not_a_number_or_not_there_is_named() -> None:
     assert verdict.unreal(real) == []
     assert len(verdict.unreal({**real, "native": {"loss": [0.1, nan]}})) == 1
     assert verdict.below_floor([0.9, nan, 0.9], 0.7)
+    assert verdict.below_floor([], 0.7)
+    assert quality.finite({"a": [nan, 1.0], "b": (2, float("inf"))}) == {"a": [None, 1.0], "b": [2, None]}
     whole = task.Taught({"a": torch.zeros(2), "b": torch.ones(2)}, (1.0, 2.0), 0.1)
     assert trainers.differing(whole, whole) == []
     assert trainers.differing(replace(whole, lora={}), whole) == ["a", "b"]
     assert trainers.differing(replace(whole, lora={**whole.lora, "a": -torch.zeros(2)}), whole) == ["a"]
     assert verdict.unequal([], trainers.loss_distance(replace(whole, losses=(1.0, nan)), whole))
+    assert verdict.unequal([], trainers.loss_distance(replace(whole, losses=(1.0,)), whole))
+    assert verdict.unequal([], trainers.loss_distance(whole, replace(whole, losses=(1.0, 0.0))))
 
 
 def test_a_step_that_takes_more_than_the_plain_loops_is_named() -> None:
     assert verdict.heavier({"ours_on": 5, "ours_off": 7, "reference": 7, "native": None}) == []
     assert "ours_off takes 8" in verdict.heavier({"ours_on": 5, "ours_off": 8, "reference": 7, "native": None})[0]
+    assert "ours_on takes 7" in verdict.heavier({"ours_on": 7, "ours_off": 7, "reference": 7, "native": None})[0]
+    assert "not known" in verdict.heavier({"ours_on": None, "ours_off": 7, "reference": 7, "native": None})[0]
 
 
 def test_a_shape_score_below_the_floor_is_named() -> None:

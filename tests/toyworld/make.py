@@ -20,7 +20,7 @@ from typing import Any
 from tests.harness.places import CACHE, host_folder
 
 from . import base, curve, exam, model, studio, vae
-from .states import Run
+from .states import OtherRecipeError, Run
 
 WORK = CACHE / "toyworld"
 
@@ -78,4 +78,7 @@ def files(folder: Path) -> dict[str, Path]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except OtherRecipeError as error:
+        sys.exit(str(error))

@@ -93,10 +93,12 @@ def data(folder: Path, coder: Coder, seed: int = 2) -> tuple[torch.Tensor, torch
 
 
 def recipe(coder: Coder, seed: int, *more: object) -> str:
-    """Return a word for the scenes, their pictures and the coder, and for ``more``."""
+    """Return a word for the scenes, their pictures, the text encoder and the coder, and for ``more``."""
     drawn = scenes.scenes(np.random.default_rng(seed), 64)
+    texts = words.table(words.POSITIONS, 1)
+    drawn += scenes.specimens()
     shown = np.stack([draw.picture(scene) for scene in drawn])
-    return digest(POOL, seed, [scene.caption() for scene in drawn], shown, *coder.state_dict().values(), *more)
+    return digest(POOL, seed, [scene.caption() for scene in drawn], shown, texts, *coder.state_dict().values(), *more)
 
 
 def _encode(coder: Coder, drawn: list[scenes.Scene]) -> torch.Tensor:

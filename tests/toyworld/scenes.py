@@ -140,6 +140,15 @@ def scenes(
     return chosen
 
 
+def specimens() -> list[Scene]:
+    """Return a scene of each shape and texture that the base knows: what they look like, in few pictures."""
+    return [
+        Scene((Thing(shape, colour, texture, "large", 32.0, 32.0),), "in the middle", background)
+        for shape in SHAPES
+        for texture, colour, background in zip(TEXTURES, COLOURS, BACKGROUNDS, strict=False)
+    ]
+
+
 def is_unseen(caption: str) -> bool:
     """Whether a caption is kept for tests: one in eight, by its checksum, so that every script agrees."""
     return zlib.crc32(caption.encode()) % 8 == 0

@@ -30,6 +30,8 @@ UNIT = scenes.SIDE / scenes.WORLD
 """Pixels per unit of the world."""
 LEAST_AREA = 24 * UNIT**2
 """Pixels; the smallest thing of the world has 150 times the square of the unit."""
+MOST_STRAY = 0.01
+"""Share of the picture that may be something else than the background without being a thing: specks."""
 LEAST_OVERLAP = 0.6
 """Intersection over union with the best outline, below which nothing is drawn that has a shape."""
 LEAST_PATTERN = 0.5
@@ -114,11 +116,12 @@ def is_clean(picture: np.ndarray, scene: Scene, found: Sequence[np.ndarray]) -> 
     """Whether the picture is the scene's background wherever nothing was found, but for specks and soft edges."""
     if not all(area.any() for area in found):
         return False
-    things = ndimage.binary_dilation(np.logical_or.reduce(found), iterations=3)
-    background = np.float32(scenes.BACKGROUNDS[scene.background])
-    other = (np.abs(picture - background).max(-1) > NEAR) & ~things
-    pieces, _ = ndimage.label(ndimage.binary_opening(other))
-    return bool((np.bincount(pieces.ravel())[1:] < LEAST_AREA / 2).all())
+    rest = ~ndimage.binary_dilation(np.logical_or.reduce(found), iterations=3)
+    away = picture - np.float32(scenes.BACKGROUNDS[scene.background])
+    other = (np.abs(away).max(-1) > NEAR) & rest
+    pieces, _ = ndimage.label(other)
+    is_plain = bool((np.abs(np.median(away[rest], 0)) <= NEAR / 2).all()) and other.mean() <= MOST_STRAY
+    return is_plain and bool((np.bincount(pieces.ravel())[1:] < LEAST_AREA / 2).all())
 
 
 def blueprint(picture: np.ndarray) -> float:

@@ -71,7 +71,7 @@ def table(concept: str, asked: Mapping[str, Sequence[Scene]], before: Drawn, aft
     new, old = ([score.scored(drawn[part], asked[part]) for drawn in (before, after)] for part in ("new", "old"))
     lines = [f"{'share of unseen captions drawn right':<44}{'base':>8}{'LoRA':>8}"]
     lines.append(_line(f"{concept}, {len(asked['new'])} captions: shape", [each.shape for each in new]))
-    lines.append(_line(f"{concept}: strict (colour, place and shape)", [each.strict for each in new]))
+    lines.append(_line(f"{concept}: strict (colour, place, shape, clean)", [each.strict for each in new]))
     lines.append(_line(f"old shapes, {len(asked['old'])} captions: strict", [each.strict for each in old]))
     lines.append(f"{'drift (strict score that the old lost)':<52}{old[0].strict - old[1].strict:>8.2f}")
     return "\n".join(lines)

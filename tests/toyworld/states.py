@@ -66,6 +66,10 @@ class Optimizer:
             optimizer.load_state_dict({**whole, "state": states})
 
 
+class OtherRecipeError(ValueError):
+    """A training on disk was made by another recipe and can't go on."""
+
+
 @dataclass
 class Run:
     """A training run on disk: its file, the step it has reached, its curve and the processor seconds it took.
@@ -89,14 +93,14 @@ class Run:
         """Return what the last ``save`` wrote and take up its step and curve; None if there is nothing.
 
         Raises:
-            ValueError: the file was written by another recipe.
+            OtherRecipeError: the file was written by another recipe.
         """
         if not self.file.is_file():
             return None
         with safe_open(self.file, "pt") as stored:
             about = stored.metadata()
             if self.recipe not in (None, about.get("recipe")):
-                raise ValueError(f"{self.file} was trained by another recipe; move it away to train from nothing")
+                raise OtherRecipeError(f"{self.file} was trained on other scenes or with other settings: move it away.")
             tensors = {name: stored.get_tensor(name).clone() for name in stored.keys()}  # noqa: SIM118
         self.step, self.seconds = int(about["step"]), float(about["seconds"])
         self.curve = [(int(step), float(loss)) for step, loss in json.loads(about["curve"])]

@@ -164,7 +164,9 @@ def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def loss_distance(ones: Taught, others: Taught) -> float:
-    """Return the greatest relative difference between the losses of a step."""
+    """Return the greatest relative difference between the losses of a step; NaN where they can't be compared."""
+    if len(ones.losses) != len(others.losses) or not all(others.losses):
+        return math.nan
     distances = [abs(one - other) / abs(other) for one, other in zip(ones.losses, others.losses, strict=True)]
     # max() would pass over a NaN that is not the first.
     return max(distances) if all(map(math.isfinite, distances)) else math.nan

@@ -104,8 +104,9 @@ def pictures(seed: int, count: int, side: int, free: float = 0.5) -> torch.Tenso
 
 
 def recipe(seed: int) -> str:
-    """Return a word for all that decides the training: its settings and what it draws."""
-    return digest(STAGES, NOISE, seed, pictures(seed, 16, scenes.SIDE).numpy())
+    """Return a word for what it learns from: settings and pictures. Other code that trains it has the same word."""
+    known = np.stack([draw.picture(scene) for scene in scenes.specimens()])
+    return digest(STAGES, NOISE, seed, known, pictures(seed, 16, scenes.SIDE).numpy())
 
 
 def train(folder: Path, seed: int = 1) -> Coder:
