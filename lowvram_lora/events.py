@@ -64,6 +64,13 @@ class Started:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Noted:
+    """A sentence about the run that is known only while it lasts; comes before step 1."""
+
+    text: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lowered:
     """Device memory ran out; ``step`` (1-based) is repeated with a plan that takes less.
@@ -105,11 +112,16 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """The run is complete; ``reused`` when its record was found and nothing was trained."""
+    """The run is complete; ``reused`` when its record was found and nothing was trained.
+
+    Attributes:
+        reading: what the tiers of the cache did, in lines of text.
+    """
 
     record: Record
     path: Path
     reused: bool
+    reading: tuple[str, ...] = ()
 
 
-Event = Planning | Started | Stepped | Lowered | Saved | Finished
+Event = Planning | Started | Noted | Stepped | Lowered | Saved | Finished

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
+from .config import AttentionLimit
 from .data.encodings import pack, unpack
-from .ports import Encoding, Weights
+from .ports import EncodedPictures, Encoding, Weights
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,16 @@ class FakeCodec:
     """A ``LatentCodec`` of 4 channels at an eighth of the size: mean red, green, blue and grey, -1 to 1."""
 
     fingerprint: str = "fake codec"
+    batch_limit: int = 1
 
-    def encode(self, pixels_HWC: Tensor) -> Tensor:
-        """Return latents ``[4, H / 8, W / 8]``."""
-        rgb = avg_pool2d(pixels_HWC.movedim(-1, 0), 8)
-        return torch.cat([rgb, rgb.mean(dim=0, keepdim=True)]) * 2.0 - 1.0
+    def encode(self, pixels_BHWC: Tensor) -> EncodedPictures:
+        """Return latents ``[B, 4, H / 8, W / 8]``."""
+        rgb = avg_pool2d(pixels_BHWC.movedim(-1, 1), 8)
+        return EncodedPictures(torch.cat([rgb, rgb.mean(dim=1, keepdim=True)], dim=1) * 2.0 - 1.0)
+
+    def encode_precisely(self, pixels_BHWC: Tensor) -> EncodedPictures | None:
+        """Return None: it computes in float32."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -258,13 +264,17 @@ class FakeDenoiser:
         """Return the epsilon loss's weight."""
         return 1.0 / sigma_B**2
 
-    def condition(self, encodings: Sequence[Encoding], noise: Tensor) -> list[tuple[list[int], dict[str, Any]]]:
+    def condition(
+        self, encodings: Sequence[Encoding], noise: Tensor, cuts_padding: bool = False
+    ) -> list[tuple[list[int], dict[str, Any]]]:
         """Return one group with the mean of each caption's tokens as context."""
         tokens = [unpack(encoding)[0][0].mean(dim=1, keepdim=True) for encoding in encodings]
         return [(list(range(len(tokens))), {"context": torch.cat(tokens)})]
 
-    def predict_x0(self, noised: Tensor, sigma_B: Tensor, conditioning: dict[str, Any]) -> Tensor:
-        """Return ``noised - sigma * network(noised)``."""
+    def predict_x0(
+        self, noised: Tensor, sigma_B: Tensor, conditioning: dict[str, Any], limit: AttentionLimit | None = None
+    ) -> Tensor:
+        """Return ``noised - sigma * network(noised)``; the network attends to nothing that could be limited."""
         sigma = sigma_B.view(-1, 1, 1, 1)
         scaled = noised / (sigma**2 + 1).sqrt()
         return noised - sigma * self.network(scaled, **conditioning)  # type: ignore[no-any-return]

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from .config import AttentionLimit
+
 
 @dataclass(frozen=True)
 class Encoding:
@@ -22,6 +24,20 @@ class Encoding:
     structure: str
 
 
+@dataclass(frozen=True)
+class EncodedPictures:
+    """A codec's output.
+
+    Attributes:
+        latents: unscaled, ``[B, C, h, w]`` or ``[B, C, 1, h, w]``, float32 on the CPU; not finite where the codec's
+            arithmetic overflowed.
+        in_tiles: device memory was too small for a picture, which was encoded piece by piece; not quite the same.
+    """
+
+    latents: Tensor
+    in_tiles: bool = False
+
+
 class LatentCodec(Protocol):
     """Pixels to latents: the host's VAE."""
 
@@ -30,12 +46,21 @@ class LatentCodec(Protocol):
         """Hex digest that changes when the weights do."""
         ...
 
-    def encode(self, pixels_HWC: Tensor) -> Tensor:
-        """Return the unscaled latents ``[C, h, w]`` (or ``[C, 1, h, w]``), float32 on the CPU.
+    @property
+    def batch_limit(self) -> int:
+        """How many pictures of one size are worth encoding at once, 1 or more."""
+        ...
+
+    def encode(self, pixels_BHWC: Tensor) -> EncodedPictures:
+        """Return the latents of pictures of one size.
 
         Args:
-            pixels_HWC: RGB in 0..1, float32.
+            pixels_BHWC: RGB in 0..1, float32; ``batch_limit`` pictures at most.
         """
+        ...
+
+    def encode_precisely(self, pixels_BHWC: Tensor) -> EncodedPictures | None:
+        """Return the latents computed in float32; None where ``encode`` does so already."""
         ...
 
 
@@ -208,20 +233,31 @@ class Denoiser(Protocol):
         """Return the weight ``[B]`` that turns the squared x0 error into the model's usual loss."""
         ...
 
-    def condition(self, encodings: Sequence[Encoding], noise: Tensor) -> list[tuple[list[int], dict[str, Any]]]:
+    def condition(
+        self, encodings: Sequence[Encoding], noise: Tensor, cuts_padding: bool = False
+    ) -> list[tuple[list[int], dict[str, Any]]]:
         """Return the network's keyword arguments for these captions, one each, in the fewest groups.
+
+        A group's captions are as long as its longest one, and give what each gives by itself.
 
         Args:
             encodings: one per sample.
             noise: ``[B, C, h, w]``, for its shape and device.
+            cuts_padding: leave out the padding behind a caption also where the network sees it.
 
         Returns:
             ``(indices, kwargs)`` pairs; samples whose conditioning can't be stacked land in different groups.
         """
         ...
 
-    def predict_x0(self, noised: Tensor, sigma_B: Tensor, conditioning: dict[str, Any]) -> Tensor:
-        """Return the network's estimate of the clean latents, float32, with gradients when enabled."""
+    def predict_x0(
+        self, noised: Tensor, sigma_B: Tensor, conditioning: dict[str, Any], limit: AttentionLimit | None = None
+    ) -> Tensor:
+        """Return the network's estimate of the clean latents, float32, with gradients when enabled.
+
+        Args:
+            limit: where self-attention sees windows; None for nowhere.
+        """
         ...
 
     def load(self, room: int | None = None) -> None:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ._weights import stored
+
 SAMPLES_PER_TENSOR = 64
 # Objects may hold half the host; past this many, a type's name has to do.
 MAX_OBJECTS = 50_000
@@ -117,3 +119,25 @@ def _describe_tensor(tensor: Tensor) -> str:
     else:
         sample = flat[picked.to(flat.device)].cpu()
     return f"{tuple(tensor.shape)} {tensor.dtype} {sample.float().tolist() if numel else []}"
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Return whether any parameter of ``model`` is stored in less than 2 bytes a number, or in a type of its own."""
+    kinds = {(type(parameter), parameter.element_size()) for parameter in model.parameters()}
+    return any(kind not in (Tensor, nn.Parameter) or num_bytes == 1 for kind, num_bytes in kinds)
+
+
+def quantised_digest(patcher: Any) -> str:
+    """Return a digest of weights that the host lists under other names, or not as they are."""
+    tensors = {**dict(patcher.model.named_parameters()), **dict(patcher.model.named_buffers())}
+    originals = {name: patcher.backup[name].weight if name in patcher.backup else t for name, t in tensors.items()}
+    weights = (
+        f"{name} {[f'{part.dtype} {describe(_indexable(part))}' for part in stored(tensor)]}"
+        for name, tensor in sorted(originals.items())
+    )
+    return digest([*weights, *(f"{key} {describe(patches)}" for key, patches in sorted(patcher.patches.items()))])
+
+
+def _indexable(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, or its bytes where torch can't pick numbers of its type (float8)."""
+    return tensor.reshape(-1).view(torch.uint8) if tensor.element_size() == 1 else tensor

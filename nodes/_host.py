@@ -16,6 +16,8 @@ from typing import Any, get_args
 import comfy.model_management
 import comfy.utils
 import folder_paths
+import numpy as np
+import numpy.typing as npt
 import torch
 from comfy_api.latest import io, ui
 
@@ -55,6 +57,11 @@ def dataset_roots() -> tuple[Path, ...]:
 def cache_root() -> Path:
     """Return the folder that holds cached latents and conditioning."""
     return Path(folder_paths.get_user_directory()) / "lowvram_lora" / "cache"
+
+
+def images_root() -> Path:
+    """Return the folder that holds images from other nodes as files; the host empties it when it starts."""
+    return Path(folder_paths.get_temp_directory()) / "lowvram_lora" / "images"
 
 
 def runs_root() -> Path:
@@ -109,13 +116,23 @@ def _send_text(text: str, node_id: str) -> None:
         instance.send_progress_text(text.encode("utf-8", "replace").decode("utf-8"), node_id)
 
 
-def reported(*values: Any, report: str, node_id: str | None) -> io.NodeOutput:
-    """Return a node's outputs with ``report`` as the last; show it on the node and keep it in the history."""
+def reported(
+    *values: Any, report: str, node_id: str | None, picture: npt.NDArray[np.uint8] | None = None
+) -> io.NodeOutput:
+    """Return a node's outputs with ``report`` as the last; show it on the node and keep it in the history.
+
+    Args:
+        picture: RGB ``[H, W, 3]``; it comes after the report, as an IMAGE, and is shown too.
+    """
     LOG.info("%s", report)
     if node_id is not None:
         _send_text(report, node_id)
     shown = report.encode("utf-8", "replace").decode("utf-8")
-    return io.NodeOutput(*values, shown, ui=ui.PreviewText(shown))
+    if picture is None:
+        return io.NodeOutput(*values, shown, ui=ui.PreviewText(shown))
+    image_BHWC = torch.from_numpy(picture).float().div(255.0)[None]
+    seen = {**ui.PreviewText(shown).as_dict(), **ui.PreviewImage(image_BHWC).as_dict()}
+    return io.NodeOutput(*values, shown, image_BHWC, ui=seen)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The host's MODEL, CLIP and VAE as the core's ports."""
+"""The host's MODEL as the core's port; its VAE and CLIP are in ``_encoders``."""
 
 from __future__ import annotations
 
@@ -21,43 +21,17 @@ import comfy.utils
 import torch
 from torch import Tensor, nn
 
-from ..lowvram_lora.data.encodings import pack, unpack
+from ..lowvram_lora.config import AttentionLimit
+from ..lowvram_lora.data.encodings import unpack
+from ..lowvram_lora.memory.local_attention import Attend
 from ..lowvram_lora.ports import Encoding
-from ._conditioning import grouped, stacked
-from ._digest import describe, digest, patcher_digest
+from ._attention import adapted, attended, hides_padding, in_hosts_shape
+from ._conditioning import ROWS, TEXT, grouped, stacked
+from ._digest import describe, digest, is_quantised, patcher_digest, quantised_digest
 from ._host import load_model
 from ._kernels import kernel_problems
-from ._weights import LayerWeights, stored, unreadable
-
-
-class HostVae:
-    """The host's VAE as the core's ``LatentCodec``."""
-
-    def __init__(self, vae: Any) -> None:
-        self._vae = vae
-        self.fingerprint = patcher_digest(vae.patcher)
-
-    def encode(self, pixels_HWC: Tensor) -> Tensor:
-        """Return the unscaled latents of one picture, without the batch axis."""
-        latents: Tensor = self._vae.encode(pixels_HWC.unsqueeze(0))
-        return latents[0].float().cpu()
-
-
-# SD 1.5 and SDXL checkpoints lack it; the host then leaves it as the memory was, and these families do not use it.
-_NOT_LOADED = ("clip_l.transformer.text_projection.weight",)
-
-
-class HostClip:
-    """The host's CLIP as the core's ``TextEncoder``."""
-
-    def __init__(self, clip: Any) -> None:
-        self._clip = clip
-        options = (clip.layer_idx, sorted(clip.tokenizer_options.items()))
-        self.fingerprint = digest([patcher_digest(clip.patcher, _NOT_LOADED), repr(options)])
-
-    def encode(self, caption: str) -> Encoding:
-        """Return the conditioning the host's own CLIP Text Encode node gives for ``caption``."""
-        return pack(self._clip.encode_from_tokens_scheduled(self._clip.tokenize(caption), show_pbar=False))
+from ._text import without_padding
+from ._weights import LayerWeights, unreadable
 
 
 class HostWeights(LayerWeights):
@@ -97,6 +71,7 @@ class HostDenoiser:
         self._is_loaded = False
         self._room: int | None = None
         self._attention: Callable[..., Any] = _differentiable_attention
+        self._attend: Attend = _attend
         self.weights = HostWeights()
         self.device: torch.device = model.load_device
 
@@ -110,7 +85,7 @@ class HostDenoiser:
         """Digest of the weights and of all that acts on them; the host's own patch ids are random."""
         patcher = self._patcher
         acting = [patcher.object_patches, patcher.wrappers, patcher.model_options]
-        weights = _quantised_digest(patcher) if _is_quantised(patcher.model) else patcher_digest(patcher)
+        weights = quantised_digest(patcher) if is_quantised(patcher.model) else patcher_digest(patcher)
         return digest([weights, describe(acting), self.base_name, self.prediction])
 
     @cached_property
@@ -247,25 +222,40 @@ class HostDenoiser:
             return (sigma_B**2 + sd**2) / (sigma_B * sd) ** 2
         return 1.0 / sigma_B**2
 
-    def condition(self, encodings: Sequence[Encoding], noise: Tensor) -> list[tuple[list[int], dict[str, Any]]]:
+    def condition(
+        self, encodings: Sequence[Encoding], noise: Tensor, cuts_padding: bool = False
+    ) -> list[tuple[list[int], dict[str, Any]]]:
         """Return the network's arguments: the host processes each caption by itself, then they are stacked."""
-        singles = [self._process(encoding, noise[i : i + 1]) for i, encoding in enumerate(encodings)]
-        return [(group, stacked([singles[i] for i in group])) for group in grouped(singles)]
+        singles = [self._process(each, noise[i : i + 1], cuts_padding) for i, each in enumerate(encodings)]
 
-    def _process(self, encoding: Encoding, noise: Tensor) -> dict[str, Any]:
-        conds = comfy.sampler_helpers.convert_cond(unpack(encoding))
+        def may_pad(num_text: int) -> bool:
+            return hides_padding(self._patcher) and attended(self.network, noise, num_text).can_hide
+
+        return [(group, stacked([singles[i] for i in group])) for group in grouped(singles, may_pad)]
+
+    def _process(self, encoding: Encoding, noise: Tensor, cuts_padding: bool) -> dict[str, Any]:
+        is_masked = isinstance(self._patcher.model, comfy.model_base.LTXV)
+        conds = comfy.sampler_helpers.convert_cond(without_padding(unpack(encoding), is_masked, cuts_padding))
         processed = comfy.samplers.process_conds(self._patcher.model, noise, {"positive": conds}, self.device, seed=0)
         model_conds = processed["positive"][0]["model_conds"]
         return {key: cond.process_cond(batch_size=1, area=None) for key, cond in model_conds.items()}
 
-    def predict_x0(self, noised: Tensor, sigma_B: Tensor, conditioning: dict[str, Any]) -> Tensor:
+    def predict_x0(
+        self, noised: Tensor, sigma_B: Tensor, conditioning: dict[str, Any], limit: AttentionLimit | None = None
+    ) -> Tensor:
         """Return the host's x0 prediction, through everything on the MODEL that acts inside the network."""
-        options = self._transformer_options(sigma_B)
+        given = dict(conditioning)
+        rows, attention = given.pop(ROWS, None), self._attention
+        if limit is not None or rows is not None:
+            text = given.get(TEXT)
+            sequence = attended(self.network, noised, None if text is None else text.shape[1], rows)
+            attention = in_hosts_shape(adapted(self._attend, sequence, limit))
+        options = self._transformer_options(sigma_B, attention)
         return self._patcher.model.apply_model(  # type: ignore[no-any-return]
-            noised, sigma_B, transformer_options=options, **conditioning
+            noised, sigma_B, transformer_options=options, **given
         )
 
-    def _transformer_options(self, sigma_B: Tensor) -> dict[str, Any]:
+    def _transformer_options(self, sigma_B: Tensor, attention: Callable[..., Any]) -> dict[str, Any]:
         model_options = comfy.model_patcher.create_model_options_clone(self._patcher.model_options)
         options: dict[str, Any] = model_options["transformer_options"]
         merge = comfy.patcher_extension.merge_nested_dicts
@@ -273,7 +263,7 @@ class HostDenoiser:
         comfy.patcher_extension.add_wrapper_with_key("diffusion_model", "lowvram_lora", _without_prefetch, options)
         options["cond_or_uncond"] = [0] * len(sigma_B)
         options["sigmas"] = sigma_B
-        options["optimized_attention_override"] = self._attention
+        options["optimized_attention_override"] = attention
         return options
 
     def load(self, room: int | None = None) -> None:
@@ -306,15 +296,15 @@ class HostDenoiser:
     def simulating(self, dtype: torch.dtype, attention: Callable[..., Tensor]) -> Iterator[None]:
         """Let ``predict_x0`` run on tensors without data; nothing is loaded, moved or read."""
         sampling = self._patcher.model.model_sampling
-        before, had_timestep = self._attention, sampling.__dict__.get("timestep")
+        before, had_timestep = (self._attention, self._attend), sampling.__dict__.get("timestep")
         try:
-            self._attention = _shaped(attention)
+            self._attention, self._attend = in_hosts_shape(attention), attention
             # The host looks a sigma's place up in its table. The network only embeds what comes out.
             sampling.timestep = lambda sigma: sigma
             with self._computing(dtype):
                 yield
         finally:
-            self._attention = before
+            self._attention, self._attend = before
             if had_timestep is None:
                 sampling.__dict__.pop("timestep", None)
             else:
@@ -341,48 +331,18 @@ def _differentiable_attention(func: Callable[..., Any], *args: Any, **kwargs: An
     return comfy.ldm.modules.attention.attention_pytorch(*args, **kwargs)
 
 
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """The same over ``[B, heads, N, head_dim]``."""
+    how = {"skip_reshape": True, "skip_output_reshape": True}
+    return comfy.ldm.modules.attention.attention_pytorch(q, k, v, q.shape[1], mask=mask, **how)  # type: ignore[no-any-return]
+
+
 def _without_prefetch(executor: Any, *args: Any, **kwargs: Any) -> Any:
     """Layers fetch their own weights; the host's block prefetch would fetch each a second time."""
     for options in (*args, *kwargs.values()):
         if isinstance(options, dict) and "cond_or_uncond" in options:
             options["prefetch_dynamic_vbars"] = False
     return executor(*args, **kwargs)
-
-
-def _shaped(attention: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Return ``attention`` over ``[B, heads, N, head_dim]`` with the arguments the host calls its own with."""
-
-    def override(
-        func: Any, q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Any = None, *_: Any, **options: Any
-    ) -> Any:
-        if not options.get("skip_reshape", False):
-            head_dim = q.shape[-1] // heads
-            q, k, v = (each.unflatten(-1, (-1, head_dim)).transpose(1, 2) for each in (q, k, v))
-        out = attention(q, k, v, mask)
-        return out if options.get("skip_output_reshape", False) else out.transpose(1, 2).flatten(2)
-
-    return override
-
-
-def _is_quantised(model: nn.Module) -> bool:
-    kinds = {(type(parameter), parameter.element_size()) for parameter in model.parameters()}
-    return any(kind not in (Tensor, nn.Parameter) or num_bytes == 1 for kind, num_bytes in kinds)
-
-
-def _quantised_digest(patcher: Any) -> str:
-    """Return a digest of weights that the host lists under other names, or not as they are."""
-    tensors = {**dict(patcher.model.named_parameters()), **dict(patcher.model.named_buffers())}
-    originals = {name: patcher.backup[name].weight if name in patcher.backup else t for name, t in tensors.items()}
-    weights = (
-        f"{name} {[f'{part.dtype} {describe(_indexable(part))}' for part in stored(tensor)]}"
-        for name, tensor in sorted(originals.items())
-    )
-    return digest([*weights, *(f"{key} {describe(patches)}" for key, patches in sorted(patcher.patches.items()))])
-
-
-def _indexable(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, or its bytes where torch can't pick numbers of its type (float8)."""
-    return tensor.reshape(-1).view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def with_lora(model: Any, lora: dict[str, Tensor]) -> Any:

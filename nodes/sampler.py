@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 from comfy_api.latest import io
 
@@ -23,7 +24,7 @@ class SparseBatchSampler(io.ComfyNode):
         return schema(
             node_id="LowVRAMSparseBatchSampler",
             display_name="Sparse Batch Sampler",
-            description="Chooses which samples make each batch; images of one shape go together.",
+            description="Chooses which samples make each batch.",
             inputs=[
                 io.Custom("LOWVRAM_CACHE").Input("cache", tooltip="From Build Tiered Cache."),
                 io.Int.Input(
@@ -37,7 +38,8 @@ class SparseBatchSampler(io.ComfyNode):
                     "strategy",
                     Strategy,
                     DEFAULTS["strategy"],
-                    "shuffle draws a new order each epoch; ordered keeps that of the folder.",
+                    "shuffle and bucketed: batches of one shape in a new order each epoch. ordered: as in the folder. "
+                    "sparse: hard samples first, each with unlike ones. curriculum: from simple to hard.",
                 ),
                 io.Int.Input(
                     "seed",
@@ -45,7 +47,14 @@ class SparseBatchSampler(io.ComfyNode):
                     min=0,
                     max=MAX_SEED,
                     control_after_generate=False,
-                    tooltip="Decides the order of shuffle.",
+                    tooltip="Decides all that is random.",
+                ),
+                io.Boolean.Input(
+                    "adaptive_batch",
+                    default=DEFAULTS["adaptive_batch"],
+                    optional=True,
+                    tooltip="Fill batches by tokens, not by number: as many as batch_size of the largest samples have, "
+                    "so of smaller ones more fit.",
                 ),
             ],
             outputs=[
@@ -55,7 +64,7 @@ class SparseBatchSampler(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, cache: CacheIndex, batch_size: int, strategy: Strategy, seed: int) -> io.NodeOutput:
+    def execute(cls, cache: CacheIndex, **widgets: Any) -> io.NodeOutput:
         """Make the recipe."""
-        recipe = BatchRecipe(cache, SamplerConfig(batch_size=batch_size, strategy=strategy, seed=seed))
+        recipe = BatchRecipe(cache, SamplerConfig(**widgets))
         return reported(recipe, report=recipe.report(), node_id=cls.hidden.unique_id)

@@ -11,7 +11,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..lowvram_lora import config as cfg
-from ..lowvram_lora.events import Finished, Lowered, Planning, Started, Stepped
+from ..lowvram_lora.events import Finished, Lowered, Noted, Planning, Started, Stepped
 from ..lowvram_lora.training.job import Job
 from ..lowvram_lora.training.report import describe_run
 from ..lowvram_lora.training.run import run
@@ -34,7 +34,13 @@ class LoraTrain(io.ComfyNode):
             display_name="LoRA Train (low-VRAM)",
             description="Trains a LoRA on the checkpoint that is already loaded, and writes it to models/loras.",
             is_output_node=True,
-            inputs=[*_main_inputs(), *_network_inputs(), *_optimizer_inputs(), *_other_inputs()],
+            inputs=[
+                *_main_inputs(),
+                *_network_inputs(),
+                *_optimizer_inputs(),
+                *_other_inputs(),
+                *_function_inputs(),
+            ],
             outputs=[
                 io.Model.Output("model_out", display_name="MODEL", tooltip="MODEL with the LoRA applied."),
                 io.Custom("LORA_MODEL").Output("lora", display_name="LORA_MODEL"),
@@ -87,6 +93,9 @@ def _follow(job: Job, progress: _host.Progress) -> _Followed:
                 plan, notes = event.plan, list(event.notes)
                 LOG.info("Training %d layers in %s\n%s", event.num_layers, event.precision, plan)
                 progress.update(0, plan)
+            elif isinstance(event, Noted):
+                LOG.info("%s", event.text)
+                notes.append(event.text)
             elif isinstance(event, Lowered):
                 plan = event.plan
                 notes.append(f"Memory ran out at step {event.step}; it was repeated with the plan below.")
@@ -97,7 +106,7 @@ def _follow(job: Job, progress: _host.Progress) -> _Followed:
                     notes.append(event.alarm)
                 progress.update(event.step, f"{_line(event)}\n{plan}")
             elif isinstance(event, Finished):
-                return _Followed(event, plan, tuple(notes))
+                return _Followed(event, plan, (*notes, *event.reading))
     raise AssertionError("a run ends with Finished or an error")
 
 
@@ -246,5 +255,33 @@ def _other_inputs() -> list[Any]:
             default=_TRAIN.allow_lossy,
             optional=True,
             tooltip="If nothing else fits the budget, change the job: bf16 optimizer, smaller pictures, lower rank.",
+        ),
+    ]
+
+
+def _function_inputs() -> list[Any]:
+    """What makes the network another function than its own; off by default."""
+    return [
+        io.Int.Input(
+            "local_attention_tokens",
+            default=_TRAIN.local_attention_tokens,
+            min=0,
+            max=1 << 20,
+            optional=True,
+            tooltip="Above so many image tokens self-attention sees windows, not the whole picture; 0 is never.",
+        ),
+        io.Int.Input(
+            "local_attention_window",
+            default=_TRAIN.local_attention_window,
+            min=1,
+            max=1024,
+            optional=True,
+            tooltip="Tokens a side of such a window.",
+        ),
+        io.Boolean.Input(
+            "dynamic_text",
+            default=_TRAIN.dynamic_text,
+            optional=True,
+            tooltip="Leave out the padding behind captions that the network was made to see (T5 of Flux, SD3, Wan).",
         ),
     ]

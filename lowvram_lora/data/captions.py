@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import CaptionExtension
+from ..config import DataConfig
+from ..units import format_bytes
 
 CAPTION_SUFFIXES = (".txt", ".caption")
+
+# A book of 200,000 words: nobody's caption.
+MAX_CAPTION_BYTES = 1 << 20
 
 # GBK writes a Chinese character as two bytes, nearly always both 0x80 or more. Western text in cp1252 has
 # such bytes one at a time inside words (é) or beside them (a curly quote), and never four in a row.
@@ -22,7 +26,7 @@ class Caption:
     """What was read for one image.
 
     Attributes:
-        text: stripped; empty if the file is blank or missing.
+        text: stripped, with ``\\n`` at its line ends; empty if the file is blank or missing.
         source: the file, or None if there is none.
         warning: what the user should know about the file's bytes, or empty.
     """
@@ -32,23 +36,31 @@ class Caption:
     warning: str = ""
 
 
-def read_caption(image: Path, extension: CaptionExtension, files: Collection[Path]) -> Caption:
-    """Return the caption of ``image``.
+def caption_suffixes(config: DataConfig) -> tuple[str, ...]:
+    """Return the endings of caption files, the one that is looked for first in front."""
+    usual = CAPTION_SUFFIXES if config.caption_extension == "auto" else (config.caption_extension,)
+    own = config.custom_extension.strip().strip(".")
+    return (f".{own}", *usual) if own else usual
 
-    ``auto`` takes ``.txt`` before ``.caption``. For each, ``aaa.bbb.jpg`` looks for ``aaa.bbb.txt``, then for
-    ``aaa.bbb.jpg.txt``.
+
+def read_caption(image: Path, suffixes: Sequence[str], files: Collection[Path]) -> Caption:
+    """Return the caption of ``image``: that of the first of ``suffixes`` for which there is a file.
+
+    For each, ``aaa.bbb.jpg`` looks for ``aaa.bbb.txt``, then for ``aaa.bbb.jpg.txt``.
 
     Args:
         files: the files that may be read; one that is not among them counts as missing.
     """
-    source = _find(image, extension, files)
+    source = _find(image, suffixes, files)
     if source is None:
         return Caption("")
     try:
+        if source.stat().st_size > MAX_CAPTION_BYTES:
+            return Caption("", None, f"is larger than {format_bytes(MAX_CAPTION_BYTES)}, so it is not read")
         text, warning = decode(source.read_bytes())
     except OSError as error:
         return Caption("", None, f"can't be read ({error.strerror or error})")
-    return Caption(text.strip(), source, warning)
+    return Caption(text.replace("\r\n", "\n").replace("\r", "\n").strip(), source, warning)
 
 
 def decode(data: bytes) -> tuple[str, str]:
@@ -93,8 +105,7 @@ def _is_latin(character: str) -> bool:
     return character.isascii() and (character.isalnum() or character == "_")
 
 
-def _find(image: Path, extension: CaptionExtension, files: Collection[Path]) -> Path | None:
-    suffixes = CAPTION_SUFFIXES if extension == "auto" else (extension,)
+def _find(image: Path, suffixes: Sequence[str], files: Collection[Path]) -> Path | None:
     for suffix in suffixes:
         for stem in (image.stem, image.name):
             for name in (stem + suffix, stem + suffix.upper()):

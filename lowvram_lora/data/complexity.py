@@ -1,96 +1,142 @@
-"""How much there is to learn in each sample: the image's entropy and the caption's length, weighed."""
+"""How much there is to learn in each sample: measures of its picture and the length of its caption, weighed.
+
+Each measure is 0 to 1, and so is the score: the weighted mean.
+"""
 
 from __future__ import annotations
 
-import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
-from PIL import Image
+import numpy.typing as npt
 
 from ..config import ComplexityConfig
-from ..errors import PathError
 from .dataset import Complexity, Dataset, Sample
-from .pixels import decode, flatten
+from .detail import COLOURS, EDGES, ENTROPY, FREQUENCY, grey_entropy
+from .histogram import bars
+from .measuring import OnProgress, measure, no_progress
+from .words import words
 
-# Han, kana and their extensions: written without spaces, so each character counts as a word.
-_CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003134f"
-_WORD = re.compile(rf"[{_CJK}]|(?:(?![{_CJK}])[\w'’-])+")
-_BINS = 8
-_BAR_WIDTH = 30
+__all__ = ["SKIPPED", "count_words", "extremes", "grey_entropy", "report", "score"]
+
+# What every sample scores that was not looked at: halfway, so that none counts as simple or hard.
+SKIPPED = Complexity(entropy=0.0, caption_length=0.0, score=0.5)
+
+_CAPTION = "caption"
+_NUM_NAMED = 6
+
+Column = npt.NDArray[np.float64]
 
 
-def score(dataset: Dataset, config: ComplexityConfig) -> Dataset:
-    """Return ``dataset`` with every sample's ``complexity`` set.
+def score(
+    dataset: Dataset,
+    config: ComplexityConfig,
+    store_root: Path | None = None,
+    on_progress: OnProgress = no_progress,
+    num_threads: int | None = None,
+) -> Dataset:
+    """Return ``dataset`` with every sample's ``complexity`` set. With ``config.skip``, no picture is read.
+
+    Args:
+        store_root: where measures are kept by content; None keeps nothing.
+        on_progress: called after each sample with samples done, their number and a line of text. What it raises ends
+            the scoring; what was measured so far is kept.
+        num_threads: that decode pictures; None takes one for each CPU, up to 4.
 
     Raises:
-        PathError: an image can no longer be read.
+        PathError: images can no longer be read, or have changed; names all of them.
     """
-    words = [count_words(sample.caption) for sample in dataset.samples]
-    longest = max(words, default=0) or 1
+    if config.skip:
+        return replace(dataset, samples=tuple(replace(sample, complexity=SKIPPED) for sample in dataset.samples))
+    weights = _weights(config)
+    # Entropy is part of the result whether or not it weighs anything.
+    pictures = [name for name, weight in weights.items() if name != _CAPTION and (weight > 0 or name == ENTROPY)]
+    rows = measure(dataset, pictures, store_root, on_progress, num_threads)
+    columns = {name: np.array([float(row[name]) for row in rows]) for name in pictures}
+    columns[_CAPTION] = _caption_lengths(dataset.samples)
+    scores = _weigh(columns, weights, config.percentile)
     scored = (
-        replace(sample, complexity=_weigh(_entropy(sample, dataset.config.background), count / longest, config))
-        for sample, count in zip(dataset.samples, words, strict=True)
+        replace(sample, complexity=Complexity(float(entropy), float(length), float(value)))
+        for sample, entropy, length, value in zip(
+            dataset.samples, columns[ENTROPY], columns[_CAPTION], scores, strict=True
+        )
     )
     return replace(dataset, samples=tuple(scored))
 
 
 def count_words(caption: str) -> int:
     """Return the number of words; a Chinese or Japanese character counts as one."""
-    return len(_WORD.findall(caption))
+    return len(words(caption))
+
+
+def extremes(dataset: Dataset, limit: int = _NUM_NAMED) -> tuple[list[Sample], list[Sample]]:
+    """Return the simplest samples, simplest first, and the hardest, hardest first: at most ``limit`` of each.
+
+    No sample is in both. Where all score the same, none is simpler or harder: both are empty.
+    """
+    ranked = sorted((s for s in dataset.samples if s.complexity is not None), key=_score_of)
+    if not ranked or _score_of(ranked[0]) == _score_of(ranked[-1]):
+        return [], []
+    limit = min(limit, len(ranked) // 2)
+    return ranked[:limit], ranked[::-1][:limit]
 
 
 def report(dataset: Dataset) -> str:
     """Return how the scores of a scored dataset are spread, in words."""
-    scored = [(s.name, s.complexity.score) for s in dataset.samples if s.complexity is not None]
-    if not scored:
+    scores = [sample.complexity.score for sample in dataset.samples if sample.complexity is not None]
+    if not scores:
         return "No sample has a score."
-    scores = [value for _, value in scored]
-    simplest = min(scored, key=lambda pair: pair[1])
-    richest = max(scored, key=lambda pair: pair[1])
+    simplest, hardest = extremes(dataset)
     return "\n".join(
         (
             f"Complexity of {len(scores)} samples: min {min(scores):.3f}, median {statistics.median(scores):.3f}, "
             f"mean {statistics.fmean(scores):.3f}, max {max(scores):.3f}",
-            *_histogram(scores),
-            f"Simplest: {simplest[0]} ({simplest[1]:.3f}). Richest: {richest[0]} ({richest[1]:.3f}).",
+            *bars(scores),
+            *([f"Simplest: {_listed(simplest)}"] if simplest else []),
+            *([f"Hardest: {_listed(hardest)}"] if hardest else []),
         )
     )
 
 
-def grey_entropy(image: Image.Image) -> float:
-    """Return the Shannon entropy of the 256-bin grey histogram of ``image`` over its maximum of 8 bits."""
-    counts = np.asarray(_grey(image).histogram(), dtype=np.float64)
-    shares = counts[counts > 0] / counts.sum()
-    return float(max(0.0, -(shares * np.log2(shares)).sum() / 8.0))
+def _weights(config: ComplexityConfig) -> dict[str, float]:
+    return {
+        ENTROPY: config.image_weight,
+        _CAPTION: config.text_weight,
+        FREQUENCY: config.frequency_weight,
+        EDGES: config.edge_weight,
+        COLOURS: config.colour_weight,
+    }
 
 
-def _weigh(entropy: float, caption_length: float, config: ComplexityConfig) -> Complexity:
-    return Complexity(entropy, caption_length, config.image_weight * entropy + config.text_weight * caption_length)
+def _caption_lengths(samples: Sequence[Sample]) -> Column:
+    """Return the words of each sample's caption over those of the longest; of several captions, their mean counts."""
+    counts = np.array([statistics.fmean(map(count_words, sample.captions)) for sample in samples])
+    return counts / (counts.max(initial=0.0) or 1.0)
 
 
-def _entropy(sample: Sample, background: str) -> float:
-    try:
-        data = sample.image.read_bytes()
-    except OSError as error:
-        raise PathError(sample.image, "this image is gone; queue again to read the folder anew") from error
-    return grey_entropy(flatten(decode(data, sample.image).image, background))
+def _weigh(columns: Mapping[str, Column], weights: Mapping[str, float], percentile: bool) -> Column:
+    used = {name: column for name, column in columns.items() if weights[name] > 0}
+    if percentile:
+        used = {name: _percentiles(column) for name, column in used.items()}
+    total = sum(weights.values())
+    mean = sum((weights[name] / total * column for name, column in used.items()), np.zeros(()))
+    return np.clip(mean, 0.0, 1.0)
 
 
-def _grey(image: Image.Image) -> Image.Image:
-    if image.mode == "F":
-        return Image.fromarray((np.clip(np.asarray(image), 0.0, 1.0) * 255.0).round().astype(np.uint8))
-    return image.convert("L")
+def _percentiles(column: Column) -> Column:
+    """Return for each value the share of values below it, and half the share of those equal to it."""
+    ordered = np.sort(column)
+    below = np.searchsorted(ordered, column, side="left")
+    up_to = np.searchsorted(ordered, column, side="right")
+    return (below + up_to) / (2 * max(1, len(column)))
 
 
-def _histogram(scores: Sequence[float]) -> Iterator[str]:
-    low, high = min(scores), max(scores)
-    if low == high:
-        yield f"  {low:.3f}: all of them"
-        return
-    counts, edges = np.histogram(scores, bins=_BINS, range=(low, high))
-    for count, left, right in zip(counts, edges[:-1], edges[1:], strict=True):
-        bar = "#" * round(_BAR_WIDTH * int(count) / int(counts.max()))
-        yield f"  {left:.3f} to {right:.3f} {bar:<{_BAR_WIDTH}} {count}"
+def _score_of(sample: Sample) -> float:
+    return 0.0 if sample.complexity is None else sample.complexity.score
+
+
+def _listed(samples: Sequence[Sample]) -> str:
+    return ", ".join(f"{sample.name} ({_score_of(sample):.3f})" for sample in samples)

@@ -9,7 +9,7 @@ import io
 import struct
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,14 +18,23 @@ from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from ..errors import PathError
+from .augment import PLAIN, Variant, jittered, window
+from .colours import to_srgb
+from .formats import open_image, why_unknown
+from .png import is_whole_png
 
 # Pillow's own limit, kept here because other packs switch it off for the whole process.
 MAX_IMAGE_PX = 178_956_970
 
-# Only these decoders are asked: others, such as that of EPS, start programs.
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
+# Decoded, more than a hundred megabytes.
+LARGE_PX = 32_000_000
 
-_ALPHA_MODES = ("RGBA", "LA", "PA", "RGBa")
+_ALPHA_MODES = ("RGBA", "LA", "PA", "RGBa", "La")
+
+# Later frames of these are no animation: a photo's second picture, the layers below a drawing.
+_ONE_PICTURE = ("MPO", "PSD", "HEIF")
+_ORIENTATION = 0x0112
+_TURNED_ORIENTATIONS = (5, 6, 7, 8)
 
 # What Pillow's plugins raise on damaged files.
 _DAMAGED = (
@@ -36,6 +45,7 @@ _DAMAGED = (
     ArithmeticError,
     LookupError,
     TypeError,
+    AttributeError,
     RuntimeError,
     MemoryError,
     struct.error,
@@ -62,6 +72,21 @@ class Picture:
         return self.image.height, self.image.width
 
 
+@dataclass(frozen=True)
+class PictureFacts:
+    """What a scan needs to know of a picture.
+
+    Attributes:
+        size_px: after the EXIF turn.
+        is_animated: whether the file holds more frames, or more pages.
+        has_alpha: whether some of it may be transparent.
+    """
+
+    size_px: tuple[int, int]
+    is_animated: bool
+    has_alpha: bool
+
+
 def decode(data: bytes, path: object) -> Picture:
     """Return the picture in ``data``.
 
@@ -71,23 +96,50 @@ def decode(data: bytes, path: object) -> Picture:
     Raises:
         PathError: the bytes are damaged, cut off, or too large to be a photo.
     """
-    if not data:
-        raise PathError(path, "the file is empty (0 bytes); remove it or save it again")
-    try:
-        with _strict_decoding():
-            return _decode(data)
-    except UnidentifiedImageError as error:
-        raise PathError(path, "not a picture that can be read here; save it as png or jpg") from error
-    except _DAMAGED as error:
-        raise PathError(path, f"damaged or cut off ({error}); remove it or save it again") from error
+    with strict_decoding(), _faults_named(data, path):
+        return _decode(data, path)
 
 
-def to_pixels(data: bytes, path: object, bucket_px: tuple[int, int], background: str) -> Tensor:
+def inspect(data: bytes, path: object, large: AbstractContextManager[object] | None = None) -> PictureFacts:
+    """Return what a scan needs to know of the picture in ``data``, which is read to its end.
+
+    Tolerance for cut-off files is the process's: call it inside ``strict_decoding``, which threads can share.
+
+    Args:
+        large: entered while a large picture is decoded, such as a lock.
+
+    Raises:
+        PathError: as for ``decode``.
+    """
+    with _faults_named(data, path), _opened(data, path) as image:
+        full_size, is_animated = image.size, _is_animated(image)
+        if image.format == "PNG" and is_whole_png(data):
+            return PictureFacts((image.height, image.width), is_animated, has_alpha(image))
+        is_reduced = image.format in ("JPEG", "MPO")
+        if is_reduced:
+            # Every coefficient is read, as for the whole picture, but only every eighth pixel is made.
+            image.draft(image.mode, (max(image.width // 8, 1), max(image.height // 8, 1)))
+        # A progressive JPEG is held whole however few of its pixels are made.
+        held_px = full_size[0] * full_size[1] if "progressive" in image.info else image.width * image.height
+        with large if large is not None and held_px > LARGE_PX else nullcontext():
+            _load(image)
+        is_turned = image.getexif().get(_ORIENTATION) in _TURNED_ORIENTATIONS
+        ImageOps.exif_transpose(image, in_place=True)
+        width, height = image.size
+        if is_reduced:
+            width, height = reversed(full_size) if is_turned else full_size
+        return PictureFacts((height, width), is_animated, has_alpha(image))
+
+
+def to_pixels(
+    data: bytes, path: object, bucket_px: tuple[int, int], background: str, variant: Variant = PLAIN
+) -> Tensor:
     """Return the picture in ``data``, scaled (Lanczos) to cover the bucket and cropped around its centre.
 
     Args:
         path: where the bytes came from, for the error.
         background: ``#rrggbb``, the colour under transparent pixels.
+        variant: another crop, mirrored, or with other colours.
 
     Returns:
         RGB ``[H, W, 3]``, float32, 0 to 1.
@@ -95,26 +147,38 @@ def to_pixels(data: bytes, path: object, bucket_px: tuple[int, int], background:
     Raises:
         PathError: as for ``decode``.
     """
-    fitted = _fit(flatten(decode(data, path).image, background), bucket_px)
-    if fitted.mode == "F":
-        grey = np.clip(np.asarray(fitted, dtype=np.float32), 0.0, 1.0)
-        return torch.from_numpy(np.repeat(grey[:, :, None], 3, axis=2))
-    return torch.from_numpy(np.asarray(fitted, dtype=np.float32) / 255.0)
+    return jittered(_to_tensor(fit(flatten(decode(data, path).image, background), bucket_px, variant)), variant)
 
 
 def flatten(image: Image.Image, background: str) -> Image.Image:
     """Return ``image`` without transparency: RGB, or for more than 8 bits a channel grey ``F`` in 0..1."""
     if image.mode == "F" or image.mode.startswith("I"):
         return _to_unit_grey(image)
-    if image.mode in _ALPHA_MODES or "transparency" in image.info:
+    if has_alpha(image):
         below = Image.new("RGBA", image.size, "#" + background.lstrip("#"))
-        return Image.alpha_composite(below, image.convert("RGBA")).convert("RGB")
-    return image.convert("RGB")
+        return Image.alpha_composite(below, to_srgb(image, "RGBA")).convert("RGB")
+    return to_srgb(image, "RGB")
+
+
+def has_alpha(image: Image.Image) -> bool:
+    """Return whether the picture's format lets some of it be transparent."""
+    return image.mode in _ALPHA_MODES or "transparency" in image.info
+
+
+def fit(image: Image.Image, bucket_px: tuple[int, int], variant: Variant = PLAIN) -> Image.Image:
+    """Return the part of ``image`` that ``variant`` shows, scaled (Lanczos) to the bucket, mirrored if it says so."""
+    height, width = bucket_px
+    box = window((image.height, image.width), bucket_px, variant)
+    fitted = image.resize((width, height), Image.Resampling.LANCZOS, box=box)
+    return ImageOps.mirror(fitted) if variant.flip else fitted
 
 
 @contextmanager
-def _strict_decoding() -> Iterator[None]:
-    # Other packs turn tolerance for cut-off files on for the whole process; such files would train as grey.
+def strict_decoding() -> Iterator[None]:
+    """Refuse cut-off files, for the whole process.
+
+    Other packs turn tolerance for them on, and they would train as grey.
+    """
     before = ImageFile.LOAD_TRUNCATED_IMAGES
     ImageFile.LOAD_TRUNCATED_IMAGES = False
     try:
@@ -123,16 +187,50 @@ def _strict_decoding() -> Iterator[None]:
         ImageFile.LOAD_TRUNCATED_IMAGES = before
 
 
-def _decode(data: bytes) -> Picture:
-    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+@contextmanager
+def _faults_named(data: bytes, path: object) -> Iterator[None]:
+    if not data:
+        raise PathError(path, "the file is empty (0 bytes); remove it or save it again")
+    try:
+        yield
+    except UnidentifiedImageError as error:
+        raise PathError(path, why_unknown(data)) from error
+    except _DAMAGED as error:
+        raise PathError(path, f"damaged or cut off ({error}); remove it or save it again") from error
+
+
+def _decode(data: bytes, path: object) -> Picture:
+    with _opened(data, path) as image:
+        is_animated = _is_animated(image)
+        _load(image)
+        return Picture(ImageOps.exif_transpose(image), is_animated)
+
+
+@contextmanager
+def _opened(data: bytes, path: object) -> Iterator[Image.Image]:
+    with open_image(io.BytesIO(data), path) as image:
         if image.width * image.height > MAX_IMAGE_PX:
             raise ValueError(f"{image.width}x{image.height} pixels, over the limit of {MAX_IMAGE_PX}")
-        # Phones write MPO: a photo with a small second picture that nobody means to train on.
-        is_animated = bool(getattr(image, "is_animated", False)) and image.format != "MPO"
-        image.load()
-        if image.mode == "F" and not np.isfinite(np.asarray(image)).all():
-            raise ValueError("some of its pixels are not numbers")
-        return Picture(ImageOps.exif_transpose(image), is_animated)
+        yield image
+
+
+def _is_animated(image: Image.Image) -> bool:
+    return bool(getattr(image, "is_animated", False)) and image.format not in _ONE_PICTURE
+
+
+def _load(image: Image.Image) -> None:
+    image.load()
+    if image.mode == "F" and not np.isfinite(np.asarray(image)).all():
+        raise ValueError("some of its pixels are not numbers")
+    if image.mode == "LAB":
+        raise ValueError("its colours are Lab; save it as RGB")
+
+
+def _to_tensor(image: Image.Image) -> Tensor:
+    if image.mode == "F":
+        grey = np.clip(np.asarray(image, dtype=np.float32), 0.0, 1.0)
+        return torch.from_numpy(np.repeat(grey[:, :, None], 3, axis=2))
+    return torch.from_numpy(np.asarray(image, dtype=np.float32) / 255.0)
 
 
 def _to_unit_grey(image: Image.Image) -> Image.Image:
@@ -145,13 +243,3 @@ def _white_of(mode: str, brightest: float) -> float:
     if mode == "F" and brightest <= 255.0:
         return 1.0 if brightest <= 1.0 else 255.0
     return 65535.0 if brightest <= 65535.0 else float(2**31 - 1)
-
-
-def _fit(image: Image.Image, bucket_px: tuple[int, int]) -> Image.Image:
-    height, width = bucket_px
-    scale = min(image.height / height, image.width / width)
-    top = max((image.height - height * scale) / 2, 0.0)
-    left = max((image.width - width * scale) / 2, 0.0)
-    # Rounding may put an edge a hair outside the picture, which Pillow refuses.
-    box = (left, top, min(left + width * scale, image.width), min(top + height * scale, image.height))
-    return image.resize((width, height), Image.Resampling.LANCZOS, box=box)

@@ -1,8 +1,15 @@
 """The cache on disk: one safetensors file per encoding, named by what it was made from.
 
 <root>/generation                      changes when the cache has lost something
-<root>/latents/<2 hex>/<digest>.safetensors
-<root>/text/<2 hex>/<digest>.safetensors
+<root>/latents/<2 hex>/<32 hex>.safetensors
+<root>/mask/<2 hex>/<32 hex>.safetensors
+<root>/text/<2 hex>/<32 hex>.safetensors
+
+A file comes into being by a rename: it is there whole or not at all, and two writers of one name write the same. What a
+power cut may still do to it (a name without all of its bytes) shows in its length or its checksum, so it is never read.
+
+One file for each encoding and not one for many: an encoding is some ten to some hundred KiB, so a file wastes little,
+is written and cleaned away by itself, and no index has to be kept right between processes.
 """
 
 from __future__ import annotations
@@ -10,20 +17,29 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
 from ..errors import PathError
 
-Kind = Literal["latents", "text"]
+Kind = Literal["latents", "mask", "text"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
+SUFFIX = ".safetensors"
+TEMPORARY = ".tmp"
 _GENERATION = "generation"
+_CHECKSUM = "crc32"
+# 128 bits tell any two encodings apart, and short names leave room for long folders on Windows.
+_NAME_LENGTH = 32
 
 
 @dataclass(frozen=True)
@@ -38,8 +54,13 @@ class Header:
 class Stored:
     """A cache file's content, on the CPU."""
 
-    tensors: dict[str, Tensor]
-    metadata: dict[str, str]
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class UnreadableFileError(Exception):
@@ -48,7 +69,7 @@ class UnreadableFileError(Exception):
 
 def path_of(root: Path, kind: Kind, key: str) -> Path:
     """Return where the encoding ``key`` is kept."""
-    return root / kind / key[:2] / f"{key}.safetensors"
+    return root / kind / key[:2] / f"{key[:_NAME_LENGTH]}{SUFFIX}"
 
 
 def peek(path: Path) -> Header | None:
@@ -72,8 +93,12 @@ def read(path: Path) -> Stored:
         tensors = load(data)
     except (OSError, SafetensorError) as error:
         raise UnreadableFileError(str(path)) from error
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return Stored(tensors, header.get("__metadata__", {}))
+    metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
+    # Files of older versions have none.
+    expected = metadata.pop(_CHECKSUM, None)
+    if expected is not None and expected != _checksum(tensors, metadata):
+        raise UnreadableFileError(f"{path}: its bytes are not those that were written")
+    return Stored(tensors, metadata)
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -82,12 +107,20 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     Raises:
         PathError: the disk is full or the folder can't be written to.
     """
-    _write_bytes(path, save(dict(tensors), dict(metadata)))
+    checked = {**metadata, _CHECKSUM: _checksum(tensors, metadata)}
+    _write_bytes(path, save(dict(tensors), checked))
+
+
+def touch(path: Path) -> None:
+    """Note that the file is in use: those that were not for the longest time are cleaned away first."""
+    with suppress(OSError):  # a folder that can't be written to is not cleaned either
+        os.utime(path)
 
 
 def discard(path: Path) -> None:
     """Remove a damaged file, so that the next build does not take it for a good one."""
-    path.unlink(missing_ok=True)
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def generation(root: Path) -> str:
@@ -116,15 +149,31 @@ def invalidate(root: Path) -> str:
     return text
 
 
+def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    total = zlib.crc32(json.dumps(sorted(metadata.items())).encode("utf-8"))
+    for name in sorted(tensors):
+        total = zlib.crc32(tensors[name].detach().contiguous().reshape(-1).view(torch.uint8).numpy().data, total)
+    return f"{total:08x}"
+
+
 def _write_bytes(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f"{path.stem[:8]}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             temporary.write_bytes(data)
-            os.replace(temporary, path)
+            _replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         reason = f"can't be written ({error.strerror or error}). Free some disk space or fix the folder's rights."
         raise PathError(path, reason) from error
+
+
+def _replace(temporary: Path, path: Path) -> None:
+    try:
+        os.replace(temporary, path)
+    except PermissionError:
+        # Windows replaces no file that somebody reads. One of this name that is whole holds the same.
+        if peek(path) is None:
+            raise

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..adapters.attach import Adapters, build
 from ..config import TrainConfig
-from ..data.cache import CacheEntry
+from ..data.draw import Batch, Draw
 from ..memory.chunks import find_feed_forwards
 from ..memory.facts import BlockFacts, Facts, LayerFacts, StepFacts, aligned
 from ..memory.frozen import matrices
@@ -21,6 +21,7 @@ from ..memory.recompute import find_blocks
 from ..memory.setting import Setting
 from ..memory.simulate import OUTSIDE, LiveBytes, SimulatedDenoiser, SimulatedTransfers
 from ..ports import Cancel, Denoiser, Encoding
+from .altered import as_configured
 from .attached import Engaged, Engine, attached
 from .optim import build_optimizer, build_schedule
 from .step import Samples, Stepper
@@ -32,23 +33,39 @@ _FORWARD, _RECOMPUTE, _BACKWARD = "forward", "recompute", "backward"
 
 @dataclass(frozen=True)
 class OneBatch:
-    """``Samples`` that give the same batch at every turn."""
+    """``Samples`` that give the same batch at every turn.
+
+    Attributes:
+        text: the draw whose caption every sample gets; None leaves each its own.
+    """
 
     samples: Samples
-    batch: tuple[CacheEntry, ...]
+    batch: Batch
+    text: Draw | None = None
     seed: int = 0
 
-    def window(self, step: int, accumulation: int) -> list[list[CacheEntry]]:
+    def window(self, step: int, accumulation: int) -> list[Batch]:
         """Return the batch once for each turn of a step."""
-        return [list(self.batch)] * accumulation
+        return [self.batch] * accumulation
 
-    def latents(self, entry: CacheEntry) -> Tensor:
+    def shape(self, draw: Draw) -> tuple[int, ...]:
+        """Return what tells latents that can be stacked from others."""
+        return self.samples.shape(draw)
+
+    def latents(self, draw: Draw) -> Tensor:
         """Return the sample's latents."""
-        return self.samples.latents(entry)
+        return self.samples.latents(draw)
 
-    def conditioning(self, entry: CacheEntry) -> Encoding:
-        """Return the sample's encoded caption."""
-        return self.samples.conditioning(entry)
+    def mask(self, draw: Draw) -> Tensor | None:
+        """Return the sample's mask."""
+        return self.samples.mask(draw)
+
+    def conditioning(self, draw: Draw) -> Encoding:
+        """Return the encoded caption."""
+        return self.samples.conditioning(self.text or draw)
+
+    def sent(self, num_bytes: int) -> None:
+        """Do nothing: there is no device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +103,8 @@ class Simulator:
         layers: those that are adapted, by path.
         dtype: of the network's arithmetic.
         samples: where ``batch`` is read from.
-        batch: the one that needs most.
+        batch: the one that needs most, of one latent shape.
+        text: the draw with the caption that needs most; None leaves each sample its own.
     """
 
     denoiser: Denoiser
@@ -94,9 +112,10 @@ class Simulator:
     config: TrainConfig
     dtype: torch.dtype
     samples: Samples
-    batch: tuple[CacheEntry, ...]
+    batch: Batch
     cancel: Cancel
     device: torch.device = META
+    text: Draw | None = None
 
     def step(
         self, setting: Setting, writes_in_place: dict[str, bool] | None = None, measures: bool = False
@@ -108,7 +127,7 @@ class Simulator:
             measures: leave inputs on the device and tell what ``inputs_in_ram`` would free.
         """
         counter = LiveBytes(self.device.type)
-        denoiser: Any = SimulatedDenoiser(self.denoiser, counter, self.device)
+        denoiser: Any = SimulatedDenoiser(as_configured(self.denoiser, self.config), counter, self.device)
         transfers = SimulatedTransfers(counter, self.device, measures)
         with ExitStack() as undo:
             undo.enter_context(torch.no_grad())
@@ -162,7 +181,7 @@ class Simulator:
 
         return Stepper(
             denoiser=denoiser,
-            batches=OneBatch(self.samples, self.batch),
+            batches=OneBatch(self.samples, self.batch, self.text),
             parameters=parameters,
             optimizer=optimizer,
             schedule=build_schedule(optimizer, self.config.optim, 1),
@@ -255,8 +274,10 @@ def _in_parts(whole: BlockFacts, found: BlockFacts) -> BlockFacts:
 
 
 def _waiting_bytes(simulator: Simulator) -> int:
-    """Return what a sample takes while others of its batch are in the network: latents, noise and sigma, float32."""
-    return 4 * (2 * simulator.samples.latents(simulator.batch[0]).numel() + 1)
+    """Return what a sample takes while others of its batch are in the network: latents, noise, mask, sigma, float32."""
+    samples, draw = simulator.samples, simulator.batch[0]
+    mask = samples.mask(draw)
+    return 4 * (2 * samples.latents(draw).numel() + (0 if mask is None else mask.numel()) + 1)
 
 
 def _update_bytes(run: Simulated) -> int:

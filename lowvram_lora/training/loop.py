@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..events import Event, Lowered, Stepped
+from ..events import Event, Lowered, Noted, Stepped
 from ..memory.ladder import next_rung
 from ..memory.setting import Setting
 from ..memory.table import describe_plan
 from ..ports import Transfers
+from .altered import as_configured, differences
 from .attached import Engine, attached
 from .job import Job
 from .optim import Optimizer, build_optimizer, build_schedule, place_state
@@ -37,7 +38,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rig:
-    """What lasts from rung to rung."""
+    """What lasts from rung to rung.
+
+    Attributes:
+        tells: before its first step, measure how far the settings lead away from the network's own function.
+    """
 
     job: Job
     layers: dict[str, nn.Module]
@@ -45,6 +50,7 @@ class _Rig:
     transfers: Transfers | None
     optimizer: Optimizer
     stepper: Stepper
+    tells: bool = True
 
 
 def train(job: Job, prepared: Prepared, layers: dict[str, nn.Module], progress: Progress) -> Iterator[Event]:
@@ -56,6 +62,7 @@ def train(job: Job, prepared: Prepared, layers: dict[str, nn.Module], progress: 
         torch.OutOfMemoryError: on the last rung.
     """
     with ExitStack() as undo:
+        undo.enter_context(closing(prepared.samples))
         if prepared.budget is not None:
             # The adapters are part of the plan, and there already.
             adapter_bytes = sum(parameter.nbytes for parameter in progress.adapters.parameters())
@@ -85,11 +92,12 @@ def train(job: Job, prepared: Prepared, layers: dict[str, nn.Module], progress: 
 
 
 def _unbroken(rig: _Rig) -> _Rig:
-    """Return ``rig`` with its scaler at its present scale, without what a step that broke off has left in it."""
+    """Return ``rig`` for another rung: its scaler at its present scale, without what a step that broke off has left
+    in it; what there is to tell has been told."""
     scaler = rig.stepper.scaler
     fresh = torch.amp.GradScaler(rig.job.denoiser.device.type, enabled=scaler.is_enabled())
     fresh.load_state_dict(scaler.state_dict())
-    return replace(rig, stepper=replace(rig.stepper, scaler=fresh))
+    return replace(rig, stepper=replace(rig.stepper, scaler=fresh), tells=False)
 
 
 def _steps(rig: _Rig, prepared: Prepared, setting: Setting) -> Iterator[Event]:
@@ -100,8 +108,28 @@ def _steps(rig: _Rig, prepared: Prepared, setting: Setting) -> Iterator[Event]:
     dtype = DTYPES[prepared.precision]
     with attached(job.denoiser, rig.layers, progress.adapters, dtype, engine) as engaged:
         stepper = replace(rig.stepper, begin=engaged.begin, micro_batch=setting.micro_batch)
+        if rig.tells:
+            yield from _notes(job, stepper)
         for step in range(len(progress.losses), config.steps):
             yield _one(job, stepper, progress, step, config.steps)
+
+
+def _notes(job: Job, stepper: Stepper) -> Iterator[Noted]:
+    try:
+        for text in differences(job.denoiser, job.config, stepper.batches, stepper.begin):
+            yield Noted(text)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        cause = str(error).splitlines()[0]
+    else:
+        return
+    gc.collect()
+    job.hardware.release_cached()
+    yield Noted(
+        "By how much the settings change the network's function could not be measured: without them it needs more "
+        f"memory than there is ({cause})."
+    )
 
 
 def _one(job: Job, stepper: Stepper, progress: Progress, step: int, steps: int) -> Stepped:
@@ -137,7 +165,7 @@ def _rig(
     parameters, config = progress.adapters.parameters(), prepared.config
     optimizer = build_optimizer(parameters, config.optim, prepared.setting, seed=config.seed, transfers=transfers)
     stepper = Stepper(
-        denoiser=job.denoiser,
+        denoiser=as_configured(job.denoiser, config),
         batches=prepared.samples,
         parameters=parameters,
         optimizer=optimizer,

@@ -15,12 +15,15 @@ from torch import Tensor
 MIN_SIGMA = 1e-3
 
 
-def generator_for(seed: int, step: int, batch: int) -> torch.Generator:
-    """Return the CPU generator of one batch of one step.
+def generator_for(seed: int, step: int, *place: int) -> torch.Generator:
+    """Return the CPU generator of one batch of one step, or of one sample in it.
 
     It depends on nothing before it: a repeated or resumed step draws what the first one drew.
+
+    Args:
+        place: number of the batch in the step, and of the sample in the batch.
     """
-    digest = hashlib.sha256(f"{seed}/{step}/{batch}".encode()).digest()
+    digest = hashlib.sha256("/".join(map(str, (seed, step, *place))).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
@@ -35,7 +38,18 @@ def draw_noise(latents: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(latents.shape, generator=generator).to(latents.device)
 
 
-def loss_per_sample(predicted_x0: Tensor, latents: Tensor, weight_B: Tensor) -> Tensor:
-    """Return the weighted mean squared error of each sample, float32 ``[B]``."""
-    error = (predicted_x0.float() - latents.float()).square().flatten(1).mean(1)
+def loss_per_sample(predicted_x0: Tensor, latents: Tensor, weight_B: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the weighted mean squared error of each sample, ``[B]``, in float32 or above.
+
+    Args:
+        mask: ``[B, 1, ..., h, w]``, 0 or more: how much each place of the latents counts against the others of its
+            sample. The sample as a whole counts as one without a mask; one whose mask is 0 everywhere has no loss.
+    """
+    dtype = torch.promote_types(predicted_x0.dtype, torch.float32)
+    squared = (predicted_x0.to(dtype) - latents.to(dtype)).square()
+    if mask is None:
+        error = squared.flatten(1).mean(1)
+    else:
+        share = mask.to(squared).expand_as(squared).flatten(1)
+        error = (squared.flatten(1) * share).sum(1) / share.sum(1).clamp(min=torch.finfo(dtype).tiny)
     return error * weight_B.to(error)

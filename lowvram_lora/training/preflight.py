@@ -15,8 +15,8 @@ from ..adapters.names import output_path
 from ..adapters.targets import rank_limit, select
 from ..config import TrainConfig
 from ..data.batches import BatchRecipe
-from ..data.cache import CacheEntry, CacheIndex
-from ..data.store import invalidate, path_of, peek
+from ..data.index import CacheEntry, CacheIndex
+from ..data.store import Kind, invalidate, path_of, peek
 from ..errors import CacheMissError, LowVramLoraError, PreflightError
 from ..memory.frozen import matrices, why_not
 from ..ports import Denoiser
@@ -58,7 +58,7 @@ def check(
     if only_path and path is not None:
         return Checked({}, path)
     problems += found
-    problems += denoiser.problems(sorted({entry.latent_shape for entry in recipe.cache.entries}))
+    problems += denoiser.problems(_latent_shapes(recipe.cache))
     problems += _missing_encodings(recipe.cache)
     if not problems:
         denoiser.load(room)
@@ -97,8 +97,14 @@ def _writable_path(root: Path, config: TrainConfig) -> Path:
     return path
 
 
+def _latent_shapes(index: CacheIndex) -> list[tuple[int, ...]]:
+    return sorted({encoded.latent_shape for entry in index.entries for encoded in entry.scales})
+
+
 def _missing_encodings(index: CacheIndex) -> list[str]:
     gone = [entry.name for entry in index.entries if not _is_cached(index, entry)]
+    if index.caption_dropout and not _is_there(index, "text", index.empty_text_key):
+        gone.append("the empty caption")
     if not gone:
         return []
     # Build Tiered Cache takes this as its own fingerprint: it runs at the next Queue.
@@ -108,8 +114,11 @@ def _missing_encodings(index: CacheIndex) -> list[str]:
 
 
 def _is_cached(index: CacheIndex, entry: CacheEntry) -> bool:
-    files = path_of(index.root, "latents", entry.latents_key), path_of(index.root, "text", entry.text_key)
-    return all(peek(file) is not None for file in files)
+    return all(_is_there(index, kind, key) for kind, key in entry.files())
+
+
+def _is_there(index: CacheIndex, kind: Kind, key: str) -> bool:
+    return peek(path_of(index.root, kind, key)) is not None
 
 
 def _unfit_layers(network: nn.Module) -> list[str]:

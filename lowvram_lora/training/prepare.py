@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from ..config import LoraConfig, TrainConfig
 from ..data.batches import BatchRecipe
-from ..data.cache import CacheEntry
+from ..data.draw import EMPTY_CAPTION, Batch, Draw
 from ..data.store import path_of
 from ..data.tiers import TieredCache
 from ..memory.facts import Facts
@@ -121,7 +120,9 @@ def budget_problems(config: TrainConfig, device: DeviceFacts) -> list[str]:
 
 def samples_of(job: Job) -> Batches:
     """Return the job's samples as they are."""
-    return Batches(recipe=job.recipe, cache=TieredCache(job.recipe.cache), seed=job.config.seed)
+    config = job.config
+    cache = TieredCache(job.recipe.cache, config.seed)
+    return Batches(recipe=job.recipe, cache=cache, seed=config.seed, steps=config.steps)
 
 
 def prepare(job: Job, layers: dict[str, nn.Module], precision: str, device: DeviceFacts) -> Prepared:
@@ -253,7 +254,7 @@ def changed(prepared: Prepared, change: Change) -> Prepared:
 def _simulators(
     job: Job, layers: dict[str, nn.Module], prepared: Prepared, sizes: tuple[int, ...] | None = None
 ) -> dict[int, Simulator]:
-    batch = largest_batch(job.recipe)
+    batch, text = largest_batch(job.recipe), longest_text(job.recipe)
     return {
         size: Simulator(
             denoiser=job.denoiser,
@@ -262,6 +263,7 @@ def _simulators(
             dtype=DTYPES[prepared.precision],
             samples=prepared.samples,
             batch=batch[:size],
+            text=text,
             cancel=job.cancel,
         )
         for size in sizes or _sizes(len(batch))
@@ -282,13 +284,19 @@ def _sizes(batch_size: int) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def largest_batch(recipe: BatchRecipe) -> tuple[CacheEntry, ...]:
-    """Return a batch that needs at least as much as any in ``recipe``: its largest one, with the longest captions."""
-    entries = recipe.cache.entries
-    longest = max(entries, key=lambda entry: _text_bytes(recipe, entry))
-    batch = max(recipe.epoch(0), key=lambda batch: len(batch) * math.prod(entries[batch[0]].latent_shape))
-    return tuple(replace(entries[index], text_key=longest.text_key) for index in batch)
+def largest_batch(recipe: BatchRecipe) -> Batch:
+    """Return draws that go through the network together and need at least as much as any in ``recipe``."""
+    return recipe.planner.largest()
 
 
-def _text_bytes(recipe: BatchRecipe, entry: CacheEntry) -> int:
-    return path_of(recipe.cache.root, "text", entry.text_key).stat().st_size
+def longest_text(recipe: BatchRecipe) -> Draw:
+    """Return a draw with a caption that needs at least as much as any in ``recipe``."""
+    cache = recipe.cache
+    draws = [
+        Draw(index, caption=caption)
+        for index, entry in enumerate(cache.entries)
+        for caption in range(len(entry.text_keys))
+    ]
+    if cache.caption_dropout:
+        draws.append(Draw(0, caption=EMPTY_CAPTION))
+    return max(draws, key=lambda draw: path_of(cache.root, "text", cache.text_key(draw)).stat().st_size)

@@ -90,7 +90,7 @@ def run(job: Job) -> Iterator[Event]:
         _keep_record(job, record)
     path = _publish(record, checked.path, job.config.overwrite)
     yield Saved(path=path, steps=record.steps)
-    yield Finished(record=record, path=path, reused=reused)
+    yield Finished(record=record, path=path, reused=reused, reading=() if reused else prepared.samples.report())
 
 
 def _keep_record(job: Job, record: Record) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..config import OptimConfig
 from ..data.batches import BatchRecipe
-from ..data.cache import CacheEntry
-from ..data.tiers import TieredCache
+from ..data.draw import AS_STORED, Batch, Draw
+from ..data.tiers import TieredCache, describe
 from ..errors import UnsupportedModelError
 from ..memory.meter import Watch
 from ..memory.random_state import forked
@@ -52,37 +52,110 @@ class Samples(Protocol):
         """The run's seed."""
         ...
 
-    def window(self, step: int, accumulation: int) -> list[list[CacheEntry]]:
+    def window(self, step: int, accumulation: int) -> list[Batch]:
         """Return the batches of optimizer step ``step`` (0-based)."""
         ...
 
-    def latents(self, entry: CacheEntry) -> Tensor: ...
+    def shape(self, draw: Draw) -> tuple[int, ...]:
+        """Return what tells latents that can be stacked from others; nothing is read for it."""
+        ...
 
-    def conditioning(self, entry: CacheEntry) -> Encoding: ...
+    def latents(self, draw: Draw) -> Tensor: ...
+
+    def mask(self, draw: Draw) -> Tensor | None:
+        """Return the weights of the loss ``[1, ..., h, w]`` at the latents' size, if the sample has any."""
+        ...
+
+    def conditioning(self, draw: Draw) -> Encoding: ...
+
+    def sent(self, num_bytes: int) -> None:
+        """Take note that samples of so many bytes went to the device."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """The samples of a recipe, from its cache."""
+    """The samples of a recipe, from its cache.
+
+    Attributes:
+        steps: of the run, for what changes in its course; 0 where that is not known.
+    """
 
     recipe: BatchRecipe
     cache: TieredCache
     seed: int
     latent_scale: float = 1.0
+    steps: int = 0
 
-    def latents(self, entry: CacheEntry) -> Tensor:
+    def shape(self, draw: Draw) -> tuple[int, ...]:
+        """Return the shape of the latents on disk."""
+        return self.recipe.cache.image_of(draw).latent_shape
+
+    def latents(self, draw: Draw) -> Tensor:
         """Return the sample's latents ``[C, ...]``, made smaller where a lossy plan says so."""
-        return shrunk(self.cache.latents(entry), self.latent_scale)
+        return shrunk(self.cache.latents(draw), self.latent_scale)
 
-    def conditioning(self, entry: CacheEntry) -> Encoding:
+    def mask(self, draw: Draw) -> Tensor | None:
+        """Return the sample's mask, made smaller with the latents."""
+        mask = self.cache.mask(draw)
+        return None if mask is None else shrunk(mask, self.latent_scale)
+
+    def conditioning(self, draw: Draw) -> Encoding:
         """Return the sample's encoded caption."""
-        return self.cache.conditioning(entry)
+        return self.cache.conditioning(draw)
 
-    def window(self, step: int, accumulation: int) -> list[list[CacheEntry]]:
-        """Return the batches of optimizer step ``step`` (0-based)."""
-        entries = self.recipe.cache.entries
+    def window(self, step: int, accumulation: int) -> list[Batch]:
+        """Return the batches of optimizer step ``step`` (0-based); the next ones may be read from disk from now on."""
+        window = self._window(step, accumulation)
+        if self.recipe.cache.predictive and (not self.steps or step + 1 < self.steps):
+            coming = self._window(step + 1, accumulation)
+            self.cache.read_ahead(draw for batch in (*window, *coming) for draw in batch)
+        return window
+
+    def _window(self, step: int, accumulation: int) -> list[Batch]:
         first = step * accumulation
-        return [[entries[i] for i in self.recipe.batch(k)] for k in range(first, first + accumulation)]
+        return [self._at_precision(self.recipe.batch(k), step) for k in range(first, first + accumulation)]
+
+    def _at_precision(self, batch: Batch, step: int) -> Batch:
+        """Return ``batch`` as dynamic precision reads it; what the planner has chosen stays."""
+        schedule, entries = self.recipe.cache.schedule, self.recipe.cache.entries
+        if schedule is None or not self.steps:
+            return batch
+        return tuple(
+            replace(draw, precision=schedule.precision(entries[draw.entry].complexity_score, step, self.steps))
+            if draw.precision == AS_STORED
+            else draw
+            for draw in batch
+        )
+
+    def sent(self, num_bytes: int) -> None:
+        """Count it."""
+        self.cache.counters.count_device_transfer(num_bytes)
+
+    def report(self) -> tuple[str, ...]:
+        """Return what the tiers of the cache did, in lines of text."""
+        return tuple(describe(self.cache.counters, self.recipe.cache.ram_cache_bytes))
+
+    def close(self) -> None:
+        """End what the cache has going, such as reading ahead."""
+        self.cache.close()
+
+
+def _by_shape(samples: Samples, batch: Batch) -> list[list[int]]:
+    """Return the places of a batch's draws whose latents can be stacked, in the order in which each shape comes."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for place, draw in enumerate(batch):
+        groups.setdefault(samples.shape(draw), []).append(place)
+    return list(groups.values())
+
+
+class _Rows(NamedTuple):
+    """Samples that go through the network at once, on the device."""
+
+    latents: Tensor
+    noise: Tensor
+    sigmas: Tensor
+    mask: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,39 +220,81 @@ class Stepper:
             raise NotFiniteError(f"the loss is {total:.4g}")
         return total
 
-    def _backward_batch(self, batch: Sequence[CacheEntry], step: int, position: int, num_samples: int) -> float:
+    def _backward_batch(self, batch: Batch, step: int, position: int, num_samples: int) -> float:
         """Add one batch's share to the gradients; every sample of the step weighs the same."""
-        denoiser = self.denoiser
         generator = objective.generator_for(self.batches.seed, step, position)
-        sigma_B = objective.draw_sigmas(denoiser.sigmas, len(batch), generator).to(denoiser.device)
-        latents = torch.stack([self.batches.latents(entry) for entry in batch]).to(denoiser.device, torch.float32)
-        latents = denoiser.scale_latents(latents)
-        noise = objective.draw_noise(latents, generator)
-        total = 0.0
+        sigma_B = objective.draw_sigmas(self.denoiser.sigmas, len(batch), generator).to(self.denoiser.device)
+        groups = _by_shape(self.batches, batch)
+        # In a batch of several shapes each sample draws for itself, so that it doesn't depend on the others' shapes.
+        sources = (
+            [generator]
+            if len(groups) == 1
+            else [objective.generator_for(self.batches.seed, step, position, place) for place in range(len(batch))]
+        )
         # What the network draws by itself depends on the run's seed too, and on nothing else.
-        with forked(denoiser.device, generator.initial_seed()):
-            for rows in self._parts(len(batch)):
-                encodings = [self.batches.conditioning(batch[row]) for row in rows]
-                for places, conditioning in denoiser.condition(encodings, noise[rows]):
-                    chosen = [rows[place] for place in places]
-                    total += self._pass(latents[chosen], noise[chosen], sigma_B[chosen], conditioning, num_samples)
+        with forked(self.denoiser.device, generator.initial_seed()):
+            return sum(self._backward_group(batch, rows, sigma_B, sources, num_samples) for rows in groups)
+
+    def _backward_group(
+        self,
+        batch: Batch,
+        rows: Sequence[int],
+        sigma_B: Tensor,
+        sources: Sequence[torch.Generator],
+        num_samples: int,
+    ) -> float:
+        """Go through the network with the draws at ``rows``, whose latents have one shape.
+
+        Args:
+            sigma_B: those of the whole batch, on the device.
+        """
+        denoiser = self.denoiser
+        draws = [batch[row] for row in rows]
+        latents = torch.stack([self.batches.latents(draw) for draw in draws]).to(denoiser.device, torch.float32)
+        mask = self._masks(draws, latents)
+        self.batches.sent(latents.nbytes + (0 if mask is None else mask.nbytes))
+        latents = denoiser.scale_latents(latents)
+        if len(sources) == 1:
+            noise = objective.draw_noise(latents, sources[0])
+        else:
+            drawn = [objective.draw_noise(latents[i : i + 1], sources[row]) for i, row in enumerate(rows)]
+            noise = torch.cat(drawn)
+        total = 0.0
+        for part in self._parts(len(draws)):
+            encodings = [self.batches.conditioning(draws[i]) for i in part]
+            for places, conditioning in denoiser.condition(encodings, noise[part]):
+                chosen = [part[place] for place in places]
+                chosen_mask = None if mask is None else mask[chosen]
+                sigma = sigma_B[[rows[i] for i in chosen]]
+                # Held by nobody here, so that this pass's rows are gone before the next one's are made.
+                total += self._pass(
+                    _Rows(latents[chosen], noise[chosen], sigma, chosen_mask), conditioning, num_samples
+                )
+                del sigma, chosen_mask
         return total
+
+    def _masks(self, draws: Sequence[Draw], latents: Tensor) -> Tensor | None:
+        """Return the weights of the loss ``[B, 1, ..., h, w]``, or None if no sample has any."""
+        found = [self.batches.mask(draw) for draw in draws]
+        if all(mask is None for mask in found):
+            return None
+        whole = torch.ones(1, *latents.shape[2:])
+        return torch.stack([whole if mask is None else mask for mask in found]).to(latents.device)
 
     def _parts(self, num: int) -> list[list[int]]:
         size = self.micro_batch or num
         return [list(range(num))[first : first + size] for first in range(0, num, size)]
 
-    def _pass(
-        self, latents: Tensor, noise: Tensor, sigma_B: Tensor, conditioning: dict[str, Any], num_samples: int
-    ) -> float:
+    def _pass(self, rows: _Rows, conditioning: dict[str, Any], num_samples: int) -> float:
         """Go once through the network and back; return the samples' share of the loss."""
         denoiser = self.denoiser
         self.begin()
         self.watch.phase("forward")
-        noised = denoiser.add_noise(latents, noise, sigma_B)
+        noised = denoiser.add_noise(rows.latents, rows.noise, rows.sigmas)
         with torch.enable_grad():
-            predicted = denoiser.predict_x0(noised, sigma_B, conditioning)
-            losses = objective.loss_per_sample(predicted, latents, denoiser.loss_weight(sigma_B))
+            predicted = denoiser.predict_x0(noised, rows.sigmas, conditioning)
+            weight_B = denoiser.loss_weight(rows.sigmas)
+            losses = objective.loss_per_sample(predicted, rows.latents, weight_B, rows.mask)
             loss = losses.sum() / num_samples
             scaled = self.scaler.scale(loss)
         del predicted, losses

@@ -174,5 +174,5 @@ def cache(pack: Any, family: str, resolution: int, num: int, folder: Path) -> An
     encoding = core.data.encodings.pack([[torch.zeros(1, *kind.context), extra]])
     store.write(store.path_of(folder, "latents", "aa"), {parts.LATENTS: latents}, {})
     store.write(store.path_of(folder, "text", "bb"), encoding.tensors, {parts.STRUCTURE: encoding.structure})
-    entry = parts.CacheEntry("zeros", "aa", "bb", tuple(latents.shape), 1)
+    entry = parts.CacheEntry.single("zeros", "aa", "bb", tuple(latents.shape), 1)
     return parts.CacheIndex(folder, (entry,) * num, 1 << 30, "bb")

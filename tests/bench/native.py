@@ -220,7 +220,7 @@ def _cache(core: Any, folder: Path, latents: Any, context: Any) -> Any:
     encoding = core.data.encodings.pack([[context, {}]])
     store.write(store.path_of(folder, "latents", "aa"), {cache.LATENTS: latents}, {})
     store.write(store.path_of(folder, "text", "bb"), encoding.tensors, {cache.STRUCTURE: encoding.structure})
-    entry = cache.CacheEntry("noise", "aa", "bb", tuple(latents.shape), 1)
+    entry = cache.CacheEntry.single("noise", "aa", "bb", tuple(latents.shape), 1)
     return cache.CacheIndex(folder, (entry,), 1 << 20, "bb")
 
 

@@ -1,15 +1,17 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowvram_lora.data.buckets import MAX_ASPECT, bucket_for, is_upscaled, kept_fraction
+from lowvram_lora.config import DataConfig
+from lowvram_lora.data.buckets import MAX_ASPECT, bucket_for, buckets_of, is_upscaled, kept_fraction
 from lowvram_lora.errors import ConfigError
 
 SIDES = st.integers(1, 12000)
 
 
+@settings(deadline=None)
 @given(SIDES, SIDES, st.integers(64, 2048), st.sampled_from(range(8, 65, 8)))
 def test_every_size_gets_a_bucket_within_the_limits(height: int, width: int, resolution: int, step: int) -> None:
     bucket = bucket_for((height, width), resolution, step)
@@ -19,12 +21,14 @@ def test_every_size_gets_a_bucket_within_the_limits(height: int, width: int, res
     assert max(bucket) <= MAX_ASPECT * min(bucket)
 
 
+@settings(deadline=None)
 @given(SIDES, SIDES, st.sampled_from([512, 768, 1000, 1024]))
 def test_a_turned_image_gets_the_turned_bucket(height: int, width: int, resolution: int) -> None:
     bucket = bucket_for((height, width), resolution, 64)
     assert bucket_for((width, height), resolution, 64) == (bucket[1], bucket[0])
 
 
+@settings(deadline=None)
 @given(st.integers(100, 4000), st.floats(1.0, 2.5))
 def test_no_bucket_of_the_same_rules_is_nearer(height: int, aspect: float) -> None:
     image = (height, round(height * aspect))
@@ -60,3 +64,31 @@ def test_a_step_above_the_resolution_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         bucket_for((10, 10), 64, 128)
     assert caught.value.field == "bucket_step"
+
+
+@settings(deadline=None)
+@given(SIDES, SIDES, st.sampled_from([256, 512, 1000]), st.sampled_from([8, 32, 64]), st.sampled_from([1.0, 2.0, 3.0]))
+def test_without_upscaling_no_bucket_is_larger_than_its_image(
+    height: int, width: int, resolution: int, step: int, max_aspect: float
+) -> None:
+    options = {"folder": "", "resolution": resolution, "bucket_step": step, "max_aspect": max_aspect}
+    bucket = buckets_of(DataConfig(**options, upscale=False)).for_image((height, width))
+    if bucket is None:
+        assert min(height, width) < step
+        return
+    assert not is_upscaled((height, width), bucket)
+    assert bucket[0] % step == bucket[1] % step == 0
+    assert bucket[0] * bucket[1] <= resolution**2
+    assert max(bucket) <= max_aspect * min(bucket)
+    normal = bucket_for((height, width), resolution, step, max_aspect)
+    if not is_upscaled((height, width), normal):
+        assert bucket == normal
+
+
+@settings(deadline=None)
+@given(SIDES, SIDES, st.integers(0, 512), st.integers(512, 1024))
+def test_every_bucket_keeps_the_limits_of_its_sides(height: int, width: int, smallest: int, largest: int) -> None:
+    config = DataConfig(folder="", resolution=512, min_side=smallest, max_side=largest)
+    bucket = buckets_of(config).for_image((height, width))
+    assert bucket is not None
+    assert smallest <= min(bucket) <= max(bucket) <= largest

@@ -8,7 +8,8 @@ from PIL import Image
 from torch import Tensor
 
 from lowvram_lora.config import DataConfig
-from lowvram_lora.data.cache import BuildReport, CacheIndex, build, generation, invalidate, num_steps
+from lowvram_lora.data.cache import BuildReport, CacheIndex, CachePlan, build, generation, invalidate, num_steps
+from lowvram_lora.data.draw import EMPTY_CAPTION, Draw
 from lowvram_lora.data.encodings import unpack
 from lowvram_lora.data.pixels import to_pixels
 from lowvram_lora.data.scan import Dataset, scan
@@ -16,7 +17,7 @@ from lowvram_lora.data.store import path_of
 from lowvram_lora.data.tiers import TieredCache
 from lowvram_lora.errors import CacheMissError, DatasetError, PathError, UnsupportedModelError
 from lowvram_lora.fakes import FakeCodec, FakeTextEncoder
-from lowvram_lora.ports import Encoding
+from lowvram_lora.ports import EncodedPictures, Encoding
 
 CAPTIONS = {"a.png": "a cat", "b.png": "一只黑猫", "c.png": ""}
 LATENT_BYTES = 4 * 8 * 8 * 4
@@ -27,14 +28,19 @@ class Spy:
     """Passes on to the fakes and keeps the order of what was asked."""
 
     fingerprint: str = "spy"
+    batch_limit: int = 1
     asked: list[str] = field(default_factory=list)
 
-    def encode(self, value: Tensor | str) -> Tensor | Encoding:
+    def encode(self, value: Tensor | str) -> EncodedPictures | Encoding:
         if isinstance(value, str):
             self.asked.append(f"text {value}")
             return FakeTextEncoder().encode(value)
+        assert len(value) <= self.batch_limit
         self.asked.append(f"pixels {tuple(value.shape)}")
         return FakeCodec().encode(value)
+
+    def encode_precisely(self, pixels_BHWC: Tensor) -> EncodedPictures | None:
+        return None
 
 
 def make_images(folder: Path) -> None:
@@ -55,10 +61,11 @@ def base(tmp_path: Path) -> Path:
 
 
 def built(
-    base: Path, ram_cache_bytes: int = 0, spy: Spy | None = None, **options: object
+    base: Path, ram_cache_bytes: int = 0, spy: Spy | None = None, plan: CachePlan | None = None, **options: object
 ) -> tuple[CacheIndex, BuildReport]:
     spy = spy or Spy()
-    return build(scanned(base, **options), spy, spy, base / "cache", lambda *_: None, ram_cache_bytes)
+    plan = plan or CachePlan(ram_cache_bytes=ram_cache_bytes)
+    return build(scanned(base, **options), spy, spy, base / "cache", lambda *_: None, plan)
 
 
 def counts(report: BuildReport) -> tuple[int, int, int, int]:
@@ -68,13 +75,14 @@ def counts(report: BuildReport) -> tuple[int, int, int, int]:
 def test_what_was_encoded_comes_back(base: Path) -> None:
     index, _ = built(base)
     cache = TieredCache(index)
-    for entry, sample in zip(index.entries, scanned(base).samples, strict=True):
+    for number, sample in enumerate(scanned(base).samples):
+        entry, draw = index.entries[number], Draw(number)
         assert entry.name == sample.name
         data = sample.image.read_bytes()
-        expected = FakeCodec().encode(to_pixels(data, sample.image, sample.bucket_px, "#ffffff"))
-        assert torch.equal(cache.latents(entry), expected)
+        expected = FakeCodec().encode(to_pixels(data, sample.image, sample.bucket_px, "#ffffff")[None]).latents[0]
+        assert torch.equal(cache.latents(draw), expected)
         assert entry.latent_shape == tuple(expected.shape) == (4, 8, 8)
-        tokens, extra = unpack(cache.conditioning(entry))[0]
+        tokens, extra = unpack(cache.conditioning(draw))[0]
         wanted_tokens, wanted_extra = unpack(FakeTextEncoder().encode(sample.caption))[0]
         assert torch.equal(tokens, wanted_tokens)
         assert torch.equal(extra["pooled_output"], wanted_extra["pooled_output"])
@@ -96,7 +104,7 @@ def test_one_model_works_at_a_time_and_every_step_is_told(base: Path) -> None:
     build(dataset, spy, spy, base / "cache", lambda done, total, text: told.append((done, total, bool(text))))
     kinds = [asked.split()[0] for asked in spy.asked]
     assert kinds == ["text"] * 3 + ["pixels"] * 3
-    assert told == [(step, num_steps(dataset), True) for step in range(1, 8)]
+    assert told == [(step, num_steps(dataset, CachePlan()), True) for step in range(1, 8)]
 
 
 def test_a_changed_pixel_rebuilds_exactly_one_entry(base: Path) -> None:
@@ -126,7 +134,7 @@ def test_names_with_dots_have_two_entries(base: Path) -> None:
     Image.new("RGB", (64, 64), (0, 0, 255)).save(base / "set" / "aaa.ccc.png")
     index, _ = built(base)
     cache = TieredCache(index)
-    by_name = {entry.name: cache.latents(entry) for entry in index.entries}
+    by_name = {entry.name: cache.latents(Draw(number)) for number, entry in enumerate(index.entries)}
     assert by_name["aaa.bbb.png"][0, 0, 0] == 1.0
     assert by_name["aaa.ccc.png"][0, 0, 0] == -1.0
 
@@ -163,7 +171,7 @@ def test_a_damaged_file_is_rebuilt(base: Path, damage: bytes | None) -> None:
         path.write_bytes(path.read_bytes()[:-7] if damage is None else damage)
     again, report = built(base)
     assert counts(report) == (1, 3, 1, 2)
-    assert TieredCache(again).latents(again.entries[0]).shape == (4, 8, 8)
+    assert TieredCache(again).latents(Draw(0)).shape == (4, 8, 8)
 
 
 def test_the_empty_caption_is_encoded_too(base: Path) -> None:
@@ -172,8 +180,7 @@ def test_the_empty_caption_is_encoded_too(base: Path) -> None:
     index, report = built(base)
     assert report.texts_built == 4
     assert index.empty_text_key not in {entry.text_key for entry in index.entries}
-    empty = replace(index.entries[0], text_key=index.empty_text_key)
-    tokens = unpack(TieredCache(index).conditioning(empty))[0][0]
+    tokens = unpack(TieredCache(index).conditioning(Draw(0, caption=EMPTY_CAPTION)))[0][0]
     assert torch.equal(tokens, unpack(FakeTextEncoder().encode(""))[0][0])
 
 
@@ -191,32 +198,33 @@ def test_stopping_keeps_what_is_done_and_leaves_no_part_files(base: Path) -> Non
 def test_ram_is_capped_in_counted_bytes(base: Path) -> None:
     index, _ = built(base, ram_cache_bytes=2 * LATENT_BYTES)
     cache = TieredCache(index)
-    a, b, c = index.entries
-    for entry in (a, b, a, c, a, b):
-        cache.latents(entry)
-        assert cache.stats.ram_bytes <= 2 * LATENT_BYTES
-    # a stays because it was used last when c pushed one out: that one was b.
-    assert (cache.stats.hits, cache.stats.misses) == (2, 4)
-    assert cache.stats.ram_bytes == 2 * LATENT_BYTES
+    for number in (0, 1, 0, 2, 0, 1, 2, 2, 2):
+        cache.latents(Draw(number))
+        assert cache.counters.ram_bytes <= 2 * LATENT_BYTES
+    counters = cache.counters
+    assert counters.hits + counters.misses == 9
+    assert counters.hits >= 3
+    assert counters.ram_bytes == 2 * LATENT_BYTES
+    assert (counters.disk_reads, counters.disk_bytes) == (counters.misses, counters.misses * LATENT_BYTES)
 
 
 def test_without_ram_every_read_goes_to_disk(base: Path) -> None:
     index, _ = built(base)
     cache = TieredCache(index)
     for _ in range(3):
-        cache.latents(index.entries[0])
-        cache.conditioning(index.entries[0])
-    assert (cache.stats.hits, cache.stats.misses, cache.stats.ram_bytes) == (0, 6, 0)
+        cache.latents(Draw(0))
+        cache.conditioning(Draw(0))
+    assert (cache.counters.hits, cache.counters.misses, cache.counters.ram_bytes) == (0, 6, 0)
 
 
 def test_ram_and_disk_give_the_same(base: Path) -> None:
     index, _ = built(base, ram_cache_bytes=1 << 20)
     cache = TieredCache(index)
-    first = cache.latents(index.entries[1])
-    again = cache.latents(index.entries[1])
-    assert cache.stats.hits == 1
+    first = cache.latents(Draw(1))
+    again = cache.latents(Draw(1))
+    assert cache.counters.hits == 1
     assert torch.equal(first, again)
-    assert torch.equal(first, TieredCache(replace(index, ram_cache_bytes=0)).latents(index.entries[1]))
+    assert torch.equal(first, TieredCache(replace(index, ram_cache_bytes=0)).latents(Draw(1)))
 
 
 @pytest.mark.parametrize("damage", [None, b"rubbish"])
@@ -225,17 +233,17 @@ def test_a_lost_file_is_named_and_the_next_build_heals(base: Path, kind: str, da
     index, _ = built(base)
     entry = index.entries[0]
     path = path_of(index.root, kind, entry.latents_key if kind == "latents" else entry.text_key)
-    latents, before = TieredCache(index).latents(entry), generation(index.root)
+    latents, before = TieredCache(index).latents(Draw(0)), generation(index.root)
     path.unlink() if damage is None else path.write_bytes(damage)
     cache = TieredCache(index)
     with pytest.raises(CacheMissError) as caught:
-        cache.latents(entry) if kind == "latents" else cache.conditioning(entry)
+        cache.latents(Draw(0)) if kind == "latents" else cache.conditioning(Draw(0))
     assert caught.value.name == entry.name
     assert generation(index.root) != before
     healed, report = built(base)
     assert report.texts_built + report.latents_built == 1
-    assert torch.equal(TieredCache(healed).latents(entry), latents)
-    assert TieredCache(healed).conditioning(entry).tensors.keys() == {"t0", "t1"}
+    assert torch.equal(TieredCache(healed).latents(Draw(0)), latents)
+    assert TieredCache(healed).conditioning(Draw(0)).tensors.keys() == {"t0", "t1"}
 
 
 def test_generation_changes_only_when_the_cache_was_lost(base: Path) -> None:
@@ -253,8 +261,8 @@ def test_generation_changes_only_when_the_cache_was_lost(base: Path) -> None:
 
 def test_latents_that_are_not_numbers_are_refused_by_name(base: Path) -> None:
     class Broken(FakeCodec):
-        def encode(self, pixels_HWC: Tensor) -> Tensor:
-            return super().encode(pixels_HWC) * float("nan")
+        def encode(self, pixels_BHWC: Tensor) -> EncodedPictures:
+            return EncodedPictures(super().encode(pixels_BHWC).latents * float("nan"))
 
     with pytest.raises(UnsupportedModelError, match=r"a\.png"):
         build(scanned(base), Broken(), Spy(), base / "cache", lambda *_: None)
@@ -274,7 +282,7 @@ def test_a_picture_changed_since_the_scan_never_enters_the_cache(base: Path) -> 
 def test_works_inside_the_hosts_inference_mode(base: Path) -> None:
     with torch.inference_mode():
         index, _ = built(base)
-    latents = TieredCache(index).latents(index.entries[0])
+    latents = TieredCache(index).latents(Draw(0))
     assert not latents.is_inference()
 
 

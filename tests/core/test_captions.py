@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from lowvram_lora.data.captions import add_trigger, decode, read_caption
+from lowvram_lora.config import DataConfig
+from lowvram_lora.data.captions import add_trigger, caption_suffixes, decode, read_caption
 
 CHINESE = "一只橘猫坐在窗台上，阳光明媚"
 
@@ -11,8 +12,9 @@ def files_of(folder: Path) -> frozenset[Path]:
     return frozenset(folder.iterdir())
 
 
-def caption_of(folder: Path, image: str, extension: str = "auto") -> str:
-    return read_caption(folder / image, extension, files_of(folder)).text
+def caption_of(folder: Path, image: str, extension: str = "auto", custom: str = "") -> str:
+    config = DataConfig(folder="", caption_extension=extension, custom_extension=custom)
+    return read_caption(folder / image, caption_suffixes(config), files_of(folder)).text
 
 
 def test_a_windows_apostrophe_is_read_and_named() -> None:
@@ -56,6 +58,15 @@ def test_txt_comes_before_caption_and_either_alone_is_found(tmp_path: Path) -> N
     assert caption_of(tmp_path, "one.png", ".txt") == ""
 
 
+@pytest.mark.parametrize("custom", [".tags", "tags", " .tags "])
+def test_an_ending_of_ones_own_comes_first(tmp_path: Path, custom: str) -> None:
+    (tmp_path / "a.tags").write_text("from tags", encoding="utf-8")
+    (tmp_path / "a.txt").write_text("from txt", encoding="utf-8")
+    (tmp_path / "b.txt").write_text("b from txt", encoding="utf-8")
+    assert caption_of(tmp_path, "a.png", custom=custom) == "from tags"
+    assert caption_of(tmp_path, "b.png", custom=custom) == "b from txt"
+
+
 def test_the_whole_name_counts(tmp_path: Path) -> None:
     """a15"""
     (tmp_path / "aaa.bbb.txt").write_text("b", encoding="utf-8")
@@ -70,11 +81,17 @@ def test_upper_case_endings_and_spaces(tmp_path: Path) -> None:
     assert caption_of(tmp_path, "my cat.png") == "a cat"
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_all_lines_are_kept_and_their_ends_do_not_matter(tmp_path: Path, end: str) -> None:
+    (tmp_path / "a.txt").write_bytes(end.join(("a cat", "", "on a sill", "")).encode())
+    assert caption_of(tmp_path, "a.png") == "a cat\n\non a sill"
+
+
 def test_blank_is_found_and_missing_is_not(tmp_path: Path) -> None:
     """a11"""
     (tmp_path / "a.txt").write_bytes(b"")
     (tmp_path / "b.txt").write_bytes(b" ")
-    found = [read_caption(tmp_path / f"{name}.png", "auto", files_of(tmp_path)) for name in "abc"]
+    found = [read_caption(tmp_path / f"{name}.png", (".txt",), files_of(tmp_path)) for name in "abc"]
     assert [caption.text for caption in found] == ["", "", ""]
     assert [caption.source is not None for caption in found] == [True, True, False]
 

@@ -1,7 +1,7 @@
 from dataclasses import replace
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowvram_lora.memory.facts import Facts
@@ -22,6 +22,7 @@ def rungs(plan: Plan, budget: int) -> list[Plan]:
     return found
 
 
+@settings(deadline=None)
 @given(jobs(), ROOM)
 def test_each_rung_is_clearly_lower_and_the_ladder_ends(facts: Facts, room: int) -> None:
     budget = smallest(facts, Wishes()) + room
@@ -31,6 +32,7 @@ def test_each_rung_is_clearly_lower_and_the_ladder_ends(facts: Facts, room: int)
     assert len(peaks) <= 200
 
 
+@settings(deadline=None)
 @given(jobs(), ROOM, st.floats(1.0, 2.0))
 def test_a_rung_fits_even_if_it_is_exceeded_like_the_one_before(facts: Facts, room: int, factor: float) -> None:
     budget = smallest(facts, Wishes()) + room

@@ -113,6 +113,7 @@ def test_a_pass_reads_forward_then_block_by_block_backward() -> None:
     assert pass_order(facts, Setting(keep_convolutions=False)) == forward + twice
 
 
+@settings(deadline=None)
 @given(jobs(), ROOM)
 def test_no_more_is_copied_than_is_read(facts: Facts, room: int) -> None:
     plan = planned(facts, room, Wishes())
@@ -127,6 +128,7 @@ def test_no_more_is_copied_than_is_read(facts: Facts, room: int) -> None:
 # What always holds.
 
 
+@settings(deadline=None)
 @given(jobs(), ROOM, RAMS, RECOMPUTE)
 def test_a_plan_fits_into_budget_and_ram(facts: Facts, room: int, ram: int, recompute: bool) -> None:
     plan = planned(facts, room, Wishes(recompute=recompute), ram)
@@ -137,6 +139,7 @@ def test_a_plan_fits_into_budget_and_ram(facts: Facts, room: int, ram: int, reco
     assert taken.margin >= 64 * MIB
 
 
+@settings(deadline=None)
 @given(jobs(), ROOM, ROOM, RAMS, RECOMPUTE)
 def test_more_budget_never_gives_a_slower_plan(facts: Facts, one: int, two: int, ram: int, recompute: bool) -> None:
     less, more = sorted((one, two))
@@ -145,6 +148,7 @@ def test_more_budget_never_gives_a_slower_plan(facts: Facts, one: int, two: int,
     assert after.pace.seconds <= before.pace.seconds
 
 
+@settings(deadline=None)
 @given(jobs(), RAMS, RECOMPUTE)
 def test_the_smallest_budget_of_a_refusal_is_exact(facts: Facts, ram: int, recompute: bool) -> None:
     wishes = Wishes(recompute=recompute)
@@ -181,7 +185,7 @@ def plain_settings(facts: Facts) -> Iterator[Setting]:
 
 
 @given(jobs(), ROOM, RAMS)
-@settings(max_examples=40)
+@settings(deadline=None, max_examples=40)
 def test_no_plain_setting_that_fits_is_faster(facts: Facts, room: int, ram: int) -> None:
     plan = planned(facts, room, Wishes(), ram)
     for setting in plain_settings(facts):
@@ -191,7 +195,7 @@ def test_no_plain_setting_that_fits_is_faster(facts: Facts, room: int, ram: int)
 
 
 @given(jobs(), RAMS)
-@settings(max_examples=40)
+@settings(deadline=None, max_examples=40)
 def test_nothing_plain_fits_below_the_smallest_budget(facts: Facts, ram: int) -> None:
     needed = smallest(facts, Wishes(), ram)
     for setting in plain_settings(facts):
@@ -199,6 +203,7 @@ def test_nothing_plain_fits_below_the_smallest_budget(facts: Facts, ram: int) ->
         assert taken.need >= needed or taken.ram > ram
 
 
+@settings(deadline=None)
 @given(jobs(), ROOM)
 def test_streamed_layers_have_a_ring_for_two_of_the_largest(facts: Facts, room: int) -> None:
     plan = planned(facts, room, Wishes())
@@ -207,6 +212,7 @@ def test_streamed_layers_have_a_ring_for_two_of_the_largest(facts: Facts, room: 
     assert streamed or plan.setting.ring_bytes == plan.setting.staging_bytes == 0
 
 
+@settings(deadline=None)
 @given(jobs(), ROOM, RECOMPUTE)
 def test_blocks_that_write_in_place_never_keep(facts: Facts, room: int, recompute: bool) -> None:
     plan = planned(facts, room, Wishes(recompute=recompute))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from lowvram_lora import fakes
 from lowvram_lora.adapters.attach import Adapters
 from lowvram_lora.config import DataConfig, LoraConfig, OptimConfig, SamplerConfig, TrainConfig
 from lowvram_lora.data.batches import BatchRecipe
-from lowvram_lora.data.cache import build
+from lowvram_lora.data.cache import CachePlan, build
 from lowvram_lora.data.scan import scan
 from lowvram_lora.errors import BudgetError, ConfigError, PathError, PreflightError, UnsupportedModelError
 from lowvram_lora.events import Finished, Saved, Started, Stepped
@@ -40,7 +41,8 @@ def job(tmp_path: Path) -> Job:
         Image.new("RGB", (64, 64), (number * 80, 90, 30)).save(pictures / f"{number}.png")
         (pictures / f"{number}.txt").write_text(f"图 {number}", encoding="utf-8")
     dataset = scan(DataConfig(folder=str(pictures), resolution=64), [tmp_path])
-    index, _ = build(dataset, fakes.FakeCodec(), fakes.FakeTextEncoder(), tmp_path / "cache", lambda *_: None, 1 << 20)
+    plan = CachePlan(ram_cache_bytes=1 << 20)
+    index, _ = build(dataset, fakes.FakeCodec(), fakes.FakeTextEncoder(), tmp_path / "cache", lambda *_: None, plan)
     return Job(
         denoiser=fakes.FakeDenoiser(),
         recipe=BatchRecipe(index, SamplerConfig(batch_size=2)),
@@ -64,6 +66,33 @@ def test_events_come_in_order_and_the_file_is_there(job: Job) -> None:
     assert events[-1].path == job.loras_root / "sub" / "größe.safetensors"
     assert events[-1].path.is_file()
     assert len(events[-1].record.losses) == 4
+
+
+def test_the_run_tells_what_the_tiers_did_and_leaves_no_thread(job: Job) -> None:
+    cache = replace(job.recipe.cache, predictive=True)
+    *_, finished = run(replace(job, recipe=replace(job.recipe, cache=cache)))
+    text = "\n".join(finished.reading)
+    # Four steps of an epoch of two batches, of three samples in all; each has a picture and a caption.
+    assert "6 of 12 reads from RAM" in text and "6 files" in text and "to the device: 4" in text
+    assert not [thread for thread in threading.enumerate() if "read_ahead" in thread.name]
+    assert not list(cache.root.glob("in_use/*.txt"))
+
+
+def test_an_error_ends_the_reading_ahead_too(job: Job) -> None:
+    cache = replace(job.recipe.cache, predictive=True)
+    job = replace(job, recipe=replace(job.recipe, cache=cache), cancel=fakes.FakeCancel(at=4))
+    with pytest.raises(KeyboardInterrupt):
+        list(run(job))
+    assert not [thread for thread in threading.enumerate() if "read_ahead" in thread.name]
+
+
+def test_what_only_saves_room_changes_no_number(job: Job) -> None:
+    *_, plain = run(job)
+    cache = replace(job.recipe.cache, predictive=True, ram_cache_bytes=3000)
+    assert cache.fingerprint == job.recipe.cache.fingerprint
+    *_, other = run(replace(job, recipe=replace(job.recipe, cache=cache), store=RunStore(job.store.root / "other")))
+    assert not other.reused
+    assert other.record.losses == plain.record.losses
 
 
 def test_training_lowers_the_loss(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lowvram_lora.adapters.attach import Adapters, build
 from lowvram_lora.config import LoraConfig
+from lowvram_lora.data.draw import Draw
 from lowvram_lora.data.tiers import TieredCache
 from lowvram_lora.memory.setting import Setting
 from lowvram_lora.training.attached import Engine, attached
@@ -74,8 +75,8 @@ class Arithmetic:
         ring = 3 * subject.largest_payload
         setting = Setting(ring_bytes=ring, inputs_in_ram=transfers is not None)
         engine = Engine(setting=setting, transfers=transfers, worth_moving_bytes=0)
-        tiers, entries = TieredCache(subject.index), subject.index.entries
-        latents = torch.stack([tiers.latents(entry) for entry in entries]).to(device)
+        tiers, draws = TieredCache(subject.index), [Draw(index) for index in range(len(subject.index.entries))]
+        latents = torch.stack([tiers.latents(draw) for draw in draws]).to(device)
         noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(4)).to(device)
         with torch.inference_mode(False), torch.no_grad():
             denoiser.load(None if transfers is None else 1 << 28)
@@ -88,7 +89,7 @@ class Arithmetic:
                     table = denoiser.sigmas
                     sigma = table[[len(table) // 2, len(table) // 4]].to(device)
                     noised = denoiser.add_noise(denoiser.scale_latents(latents), noise, sigma)
-                    captions = [tiers.conditioning(entry) for entry in entries]
+                    captions = [tiers.conditioning(draw) for draw in draws]
                     ((_, conditioning),) = denoiser.condition(captions, noise)
                     with torch.enable_grad():
                         out = denoiser.predict_x0(noised, sigma, conditioning)

@@ -104,7 +104,7 @@ def samples(folder: Path, latents: Sequence[int], context: Sequence[int], vector
         drawn = {LATENTS: torch.randn(*latents, generator=generator)}
         store.write(store.path_of(folder, "latents", picture), drawn, {})
         store.write(store.path_of(folder, "text", text), encoding.tensors, {STRUCTURE: encoding.structure})
-        entries.append(CacheEntry(f"noise {number}", picture, text, tuple(latents), 1))
+        entries.append(CacheEntry.single(f"noise {number}", picture, text, tuple(latents), 1))
     return CacheIndex(folder, tuple(entries), GIB, "bb")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -139,6 +140,76 @@ def test_a_folder_of_broken_files_is_told_file_by_file(host: HostProcess, option
     for name in ("cut off.png", "page.jpg", "nothing.webp"):
         (line,) = [line for line in lines if line.startswith(f"- {name}: ")]
         assert len(line.removeprefix(f"- {name}: ").split()) > 2, line
+
+
+def loaded(host: HostProcess, folder: Path, **widgets: object) -> str:
+    """Run Load Dataset alone; return what it says."""
+    options = {"folder": folder.name, "resolution": 64, "trigger_word": "", "caption_extension": "auto", **widgets}
+    entry = host.run({"alone": graph.node("LowVRAMLoadDataset", **options)})
+    return str(entry["outputs"]["alone"]["text"][0])
+
+
+def image_node(**inputs: object) -> graph.Prompt:
+    """Return a graph that hands an image of ComfyUI's own to Load Dataset."""
+    options = {"folder": "", "resolution": 64, "trigger_word": "", "caption_extension": "auto", **inputs}
+    return {
+        "image": graph.node("EmptyImage", width=64, height=64, batch_size=3, color=255),
+        graph.DATASET: graph.node("LowVRAMLoadDataset", images=["image", 0], **options),
+    }
+
+
+def test_a_folder_in_any_state_is_read_and_every_fault_named(host: HostProcess) -> None:
+    folder = host.base / "input" / "图片 and more"
+    (folder / "masks").mkdir(parents=True)
+    Image.new("RGB", (30_000, 200), (9, 9, 9)).save(folder / "long 猫.jpg")
+    Image.new("RGB", (64, 64)).save(folder / "named wrong.jpg", "PNG")
+    Image.new("CMYK", (64, 64)).save(folder / "print.tif")
+    Image.new("L", (64, 64), 0).save(folder / "masks" / "print.png")
+    os.mkfifo(folder / "pipe.png")
+    (folder / "empty.webp").touch()
+    lines = ('{"file_name": "long 猫.jpg", "text": "一只猫"}', "{broken", '{"file_name": "gone.png", "text": "x"}')
+    (folder / "metadata.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    text = loaded(host, folder, masks="folder")
+    assert "2 images" in text
+    assert "captions found 1 of 2" in text
+    for fault in (
+        "pipe.png: not a file",
+        "empty.webp: the file is empty",
+        "print.tif: its mask masks/print.png: it is black all over",
+        "metadata.jsonl line 2: is no JSON",
+        "metadata.jsonl line 3 (gone.png): there is no such file",
+        "long 猫.jpg (30000x200)",
+    ):
+        assert fault in text
+
+
+def test_images_of_other_nodes_are_a_dataset(host: HostProcess) -> None:
+    entry = host.run(image_node(trigger_word="sks"))
+    text = str(entry["outputs"][graph.DATASET]["text"][0])
+    assert "3 images" in text
+    assert "'sks' alone" in text
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ({"folder": "one picture"}, ("folder is 'one picture'", "empty when images are connected")),
+        ({"captions": "one\ntwo"}, ("captions is '2 lines'", "each of the 3 images")),
+        ({"min_side": 128}, ("min_side", "64 x 64")),
+        ({"missing_captions": "skip"}, ("No usable image", "missing_captions is skip")),
+    ],
+)
+def test_settings_of_load_dataset_that_do_not_fit_are_named(
+    host: HostProcess, inputs: dict[str, object], words: tuple[str, ...]
+) -> None:
+    message = fault(host, image_node(**inputs), graph.DATASET)
+    for word in words:
+        assert word in message
+
+
+def test_captions_without_images_are_refused(host: HostProcess, options: graph.GraphOptions) -> None:
+    message = fault(host, graph.training(replace(options, dataset={"captions": "a cat"})), graph.DATASET)
+    assert "a folder has its own captions" in message
 
 
 @pytest.mark.parametrize("name", ["../../x", "C:\\x", "/tmp/x", "..\\x", ""])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lowvram_lora.config import DataConfig, LoraConfig, OptimConfig, SamplerConfig, TrainConfig
 from lowvram_lora.data import store
 from lowvram_lora.data.batches import BatchRecipe
-from lowvram_lora.data.cache import LATENTS, STRUCTURE, CacheEntry, CacheIndex, build
+from lowvram_lora.data.cache import LATENTS, STRUCTURE, CacheEntry, CacheIndex, CachePlan, build
 from lowvram_lora.data.encodings import pack
 from lowvram_lora.data.scan import scan
 from lowvram_lora.events import Event, Finished, Stepped
@@ -39,7 +39,9 @@ def cache(folder: Path, captions: tuple[str, ...] = ("a red square", "a green sq
         (pictures / f"{number}.txt").write_text(caption, encoding="utf-8")
     dataset = scan(DataConfig(folder=str(pictures), resolution=64), [folder])
     encoder = FakeTextEncoder(width=tiny.CONTEXT)
-    return build(dataset, FakeCodec(), encoder, folder / "cache", lambda *_: None, 1 << 20)[0]
+    return build(dataset, FakeCodec(), encoder, folder / "cache", lambda *_: None, CachePlan(ram_cache_bytes=1 << 20))[
+        0
+    ]
 
 
 def family_cache(folder: Path, family: str, num: int = 2) -> CacheIndex:
@@ -53,7 +55,7 @@ def family_cache(folder: Path, family: str, num: int = 2) -> CacheIndex:
         encoding = pack([[context, {"pooled_output": torch.randn(1, tiny.VECTOR, generator=generator)}]])
         store.write(store.path_of(folder, "latents", picture), {LATENTS: latents}, {})
         store.write(store.path_of(folder, "text", text), encoding.tensors, {STRUCTURE: encoding.structure})
-        entries.append(CacheEntry(f"noise {number}", picture, text, tuple(latents.shape), 1))
+        entries.append(CacheEntry.single(f"noise {number}", picture, text, tuple(latents.shape), 1))
     return CacheIndex(folder, tuple(entries), 1 << 20, "bb")
 
 

@@ -20,7 +20,7 @@ def test_it_leaves_out_the_weight_that_the_host_leaves_unset(pack: Any) -> None:
         digests = []
         for number in (1.0, 2.0):  # whatever memory held before
             text_model.text_projection.weight.fill_(number)
-            digests.append(pack.nodes._models.HostClip(clip).fingerprint)
+            digests.append(pack.nodes._encoders.HostClip(clip).fingerprint)
         text_model.text_model.final_layer_norm.weight.fill_(0.5)
-        digests.append(pack.nodes._models.HostClip(clip).fingerprint)
+        digests.append(pack.nodes._encoders.HostClip(clip).fingerprint)
     assert digests[0] == digests[1] != digests[2]

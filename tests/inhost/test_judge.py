@@ -83,9 +83,9 @@ def our_draws(pack: Any, asked: task.Task, folder: Path, seed: int) -> Iterator[
         (batch,) = samples.window(step, 1)
         generator = objective.generator_for(seed, step, 0)
         sigmas = objective.draw_sigmas(job.denoiser.sigmas, len(batch), generator)
-        latents = job.denoiser.scale_latents(torch.stack([samples.latents(entry) for entry in batch]))
+        latents = job.denoiser.scale_latents(torch.stack([samples.latents(draw) for draw in batch]))
         noise = objective.draw_noise(latents, generator)
-        texts = [asked.texts[int(entry.text_key[2:], 16)][0] for entry in batch]
+        texts = [asked.texts[int(job.recipe.cache.text_key(draw)[2:], 16)][0] for draw in batch]
         context = torch.cat([text for text, _ in texts])
         yield latents, noise, sigmas, context, torch.cat([extra["pooled_output"] for _, extra in texts])
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from lowvram_lora.adapters.attach import Adapters
 from lowvram_lora.adapters.targets import select
+from lowvram_lora.data.draw import Draw
 from lowvram_lora.data.tiers import TieredCache
 from lowvram_lora.errors import DivergedError, PreflightError, UnsupportedModelError
 from lowvram_lora.events import Finished, Saved, Stepped
@@ -54,11 +55,11 @@ def finish(job: Job) -> Finished:
 
 def noised(job: Job, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[Any], torch.Tensor]:
     """Return what the network is asked in training for these cache entries: latents, sigma, captions, noise."""
-    tiers, entries = TieredCache(job.recipe.cache), job.recipe.cache.entries
-    latents = job.denoiser.scale_latents(torch.stack([tiers.latents(entries[i]) for i in rows]))
+    tiers, draws = TieredCache(job.recipe.cache), [Draw(row) for row in rows]
+    latents = job.denoiser.scale_latents(torch.stack([tiers.latents(draw) for draw in draws]))
     noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(4))
     sigma = torch.linspace(0.5, 3.0, len(rows))
-    return job.denoiser.add_noise(latents, noise, sigma), sigma, [tiers.conditioning(entries[i]) for i in rows], noise
+    return job.denoiser.add_noise(latents, noise, sigma), sigma, [tiers.conditioning(draw) for draw in draws], noise
 
 
 def predict(job: Job, rows: list[int]) -> torch.Tensor:
@@ -155,8 +156,7 @@ def test_latents_reach_the_network_scaled(denoiser: Any, tmp_path: Path, monkeyp
         type(denoiser), "add_noise", lambda self, latents, noise, sigma: seen.append(latents) or latents
     )
     next(event for event in run(job) if isinstance(event, Stepped))
-    entry = job.recipe.cache.entries[job.recipe.batch(0)[0]]
-    raw = TieredCache(job.recipe.cache).latents(entry)
+    raw = TieredCache(job.recipe.cache).latents(job.recipe.batch(0)[0])
     torch.testing.assert_close(seen[0][0], raw * 0.18215)
 
 
@@ -365,7 +365,10 @@ def test_an_existing_file_is_not_written_over_unless_asked(denoiser: Any, tmp_pa
 
 def test_every_problem_is_named_before_step_1(denoiser: Any, tmp_path: Path) -> None:
     job = jobs.job(tmp_path, denoiser, output_name="../../x")
-    entries = tuple(replace(entry, latent_shape=(16, 8, 8)) for entry in job.recipe.cache.entries)
+    entries = tuple(
+        replace(entry, scales=(replace(entry.scales[0], latent_shape=(16, 8, 8)),))
+        for entry in job.recipe.cache.entries
+    )
     recipe = replace(job.recipe, cache=replace(job.recipe.cache, entries=entries))
     config = replace(job.config, lora=replace(job.config.lora, rank=512))
     with pytest.raises(PreflightError) as caught:

@@ -88,8 +88,8 @@ def test_a_network_runs_forward_and_backward_without_data(family: str, wanted: b
 def test_the_attention_it_is_given_computes_what_the_hosts_does(skip_input: bool, skip_output: bool, pack: Any) -> None:
     import comfy.ldm.modules.attention as attention
 
-    models = pack.nodes._models
-    ours = models._shaped(lambda q, k, v, mask: torch.nn.functional.scaled_dot_product_attention(q, k, v, mask))
+    shaped = pack.nodes._attention.in_hosts_shape
+    ours = shaped(lambda q, k, v, mask: torch.nn.functional.scaled_dot_product_attention(q, k, v, mask))
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)] if skip_input else [(2, 5, 24), (2, 7, 24), (2, 7, 24)]
     q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)

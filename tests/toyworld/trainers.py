@@ -136,7 +136,7 @@ def _cache(task: Task, folder: Path) -> CacheIndex:
         encoding = pack(text)
         store.write(store.path_of(folder, "latents", picture), {LATENTS: latents.contiguous()}, {})
         store.write(store.path_of(folder, "text", caption), encoding.tensors, {STRUCTURE: encoding.structure})
-        entries.append(CacheEntry(f"scene {number}", picture, caption, tuple(latents.shape), 1))
+        entries.append(CacheEntry.single(f"scene {number}", picture, caption, tuple(latents.shape), 1))
     return CacheIndex(folder, tuple(entries), 1 << 30, "bb00")
 
 

@@ -1,0 +1,53 @@
+"""The dataset doctor: what would make a poor LoRA, found before anything is encoded, all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from . import batch_faults, caption_faults, picture_faults
+from .dataset import Dataset
+from .findings import Finding, describe
+from .likeness import Likeness
+from .text_window import TextWindow
+
+__all__ = ["Finding", "Intent", "describe", "examine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intent:
+    """What is known of the training to come; what is None is not checked.
+
+    Attributes:
+        steps: optimizer steps.
+        batch_size: samples in a step; taken as 1 where only the steps are known.
+        text_window: of the text encoder.
+    """
+
+    steps: int | None = None
+    batch_size: int | None = None
+    text_window: TextWindow | None = None
+
+
+def examine(
+    dataset: Dataset, intent: Intent | None = None, pictures: Sequence[Likeness] | None = None
+) -> tuple[Finding, ...]:
+    """Return every problem of ``dataset``. Reads no file.
+
+    Args:
+        pictures: what each sample's picture is compared by, in the dataset's order (``measuring.likenesses``). None
+            finds only copies that are the same to the byte.
+    """
+    intent = intent or Intent()
+    trained = [sample for sample in dataset.samples if not sample.is_validation]
+    return (
+        *picture_faults.unusable(dataset.skipped),
+        *picture_faults.too_small(dataset),
+        *picture_faults.duplicates(dataset.samples, pictures),
+        *caption_faults.missing(dataset),
+        *caption_faults.identical(dataset),
+        *caption_faults.too_long(dataset.samples, intent.text_window),
+        *batch_faults.thin_buckets(trained),
+        *batch_faults.large_batch(trained, intent.batch_size),
+        *batch_faults.exposure(trained, intent.steps, intent.batch_size),
+    )
