@@ -16,6 +16,8 @@ from .profiles import CachePlan
 __all__ = ["FORMAT_VERSION", "WantedPicture", "captions_of", "num_steps", "sizes_of", "text_key", "wanted_pictures"]
 
 FORMAT_VERSION = 1
+# 2: a caption says how many of its rows are padding.
+TEXT_FORMAT_VERSION = 2
 
 Size = tuple[int, int]
 
@@ -41,7 +43,7 @@ class WantedPicture:
 
 def text_key(caption: str, fingerprint: str) -> str:
     """Return the address of a caption's conditioning from the text encoder of that fingerprint."""
-    return digest_of("text", FORMAT_VERSION, caption, fingerprint)
+    return digest_of("text", TEXT_FORMAT_VERSION, caption, fingerprint)
 
 
 def sizes_of(bucket_px: Size, scales: Sequence[float], step: int) -> dict[float, Size]:
