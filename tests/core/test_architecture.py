@@ -16,7 +16,7 @@ LAYERS = (
     ("config", "ports", "events"),
     ("memory", "data"),
     ("adapters",),
-    ("training", "fakes"),
+    ("training", "fakes", "__main__"),
 )
 
 
