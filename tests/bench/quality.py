@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -52,8 +53,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     part = parser.add_mutually_exclusive_group()
     part.add_argument("--quick", action="store_true", help="one seed, at the rates that an earlier sweep found")
     part.add_argument("--sweep", action="store_true", help="only look for the rates")
+    parser.add_argument("--trainers", nargs="+", choices=tuple(SWEPT), default=list(SWEPT), help="only look for theirs")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.trainers != list(SWEPT) and not options.sweep:
+        parser.error("--trainers goes with --sweep: a verdict is on all of them")
+    return options
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -64,12 +69,14 @@ def main(arguments: Sequence[str]) -> int:
     import comfy.utils
 
     comfy.utils.set_progress_bar_enabled(False)
+    # Tensors are tiny: more threads wait for each other longer than they compute.
+    torch.set_num_threads(1)
     said = partial(print, file=sys.stderr, flush=True)
     bench = Bench(pack, studio.open_studio(), said)
     rates = RATES
     result: dict[str, Any] = {}
     if not options.quick:
-        result["sweep"] = bench.sweep(SWEEP_CONCEPT, GRID)
+        result["sweep"] = sweeps(bench, options.trainers)
         rates = {name: found["rate"] for name, found in result["sweep"].items()}
     if not options.sweep:
         result |= bench.judged(CONCEPT, SEEDS[:1] if options.quick else SEEDS, rates)
@@ -77,6 +84,18 @@ def main(arguments: Sequence[str]) -> int:
     result["seconds"] = round(time.perf_counter() - began, 1)
     print(json.dumps(finite(result), allow_nan=False) if options.json else table(result))
     return 1 if result.get("problems") else 0
+
+
+def sweeps(bench: Bench, names: Sequence[str]) -> dict[str, Any]:
+    """Return what the sweep finds for each trainer; the last one, which takes longest, has a process of its own."""
+    *here, last = names
+    if not here:
+        return bench.sweep(SWEEP_CONCEPT, GRID, names)
+    command = [sys.executable, "-m", "tests.bench.quality", "--sweep", "--json", "--trainers", last]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8") as beside:
+        found = bench.sweep(SWEEP_CONCEPT, GRID, here)
+        said, _ = beside.communicate()
+    return found | json.loads(said)["sweep"]
 
 
 class Bench:
@@ -101,11 +120,12 @@ class Bench:
             "native": native.train,
         }
 
-    def sweep(self, concept: str, grid: Sequence[float], count: int = SWEEP_COUNT) -> dict[str, Any]:
+    def sweep(self, concept: str, grid: Sequence[float], names: Sequence[str]) -> dict[str, Any]:
         """Return for each trainer the rate that is worth most, and all marks."""
-        asked, marking = self.asked(concept, count)
+        asked, marking = self.asked(concept, SWEEP_COUNT)
         found: dict[str, Any] = {}
-        for name, trainer in SWEPT.items():
+        for name in names:
+            trainer = SWEPT[name]
 
             def tried(rate: float, seed: int, trainer: str = trainer) -> judge.Marks:
                 marks = marking.marks(self.train(trainer, asked, rate, seed).lora)
@@ -118,13 +138,8 @@ class Bench:
         return found
 
     def train(self, name: str, asked: task.Task, rate: float, seed: int) -> task.Taught:
-        """Run a trainer on one thread: its tensors are tiny, and two would wait longer than they compute."""
-        threads = torch.get_num_threads()
-        try:
-            torch.set_num_threads(1)
-            return self.trainers[name](asked, rate, seed)
-        finally:
-            torch.set_num_threads(threads)
+        """Run a trainer."""
+        return self.trainers[name](asked, rate, seed)
 
     def judged(self, concept: str, seeds: Sequence[int], rates: dict[str, float]) -> dict[str, Any]:
         """Return the marks of every trainer on ``concept``, and what they fail to show."""
