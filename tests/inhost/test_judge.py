@@ -235,6 +235,8 @@ def test_techniques_that_change_what_is_learned_are_named() -> None:
     assert "joint" in verdict.unequal(["joint"], 0.0)[0]
     assert "2.0e-05" in verdict.unequal([], 2e-5)[0]
     assert verdict.unequal([], float("nan"))
+    assert verdict.distance([0.1, 0.2], [0.1, 0.25]) == pytest.approx(0.2)
+    assert verdict.unequal([], verdict.distance([0.1, float("nan")], [0.1, 0.1]))
 
 
 def test_what_is_not_a_number_or_not_there_is_named() -> None:
