@@ -2,7 +2,7 @@
 
 For latents of ``n`` numbers in ``C`` channels; ``p`` is the peak (largest magnitude) of a channel, ``r`` its range
 (largest less smallest). Next to each bound: the rms error in parts of the latents' standard deviation, measured on
-photographs with a small trained VAE in float32 (``dev.py bench data_encodings``).
+photographs with a small trained VAE in float32 (``dev.py bench data --only encodings``).
 
 | name     | bytes           | a number ``x`` is off by at most                 | rms      |
 |----------|-----------------|--------------------------------------------------|----------|
