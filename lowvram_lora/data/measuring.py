@@ -14,14 +14,17 @@ from pathlib import Path
 
 from ..errors import PathError
 from .dataset import Dataset, Sample, digest_of, name_some
-from .detail import MEASURES, WORKING_PX, small_copy
+from .detail import ENTROPY, MEASURES, WORKING_PX, small_copy
 from .likeness import Likeness, likeness
 from .measured import MeasuredStore, Row, Value
 from .pixels import decode, strict_decoding
 
 # Raise it when the same picture would measure otherwise.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 LIKENESS = "likeness"
+
+# What nearly every workflow asks for sooner or later, and what takes next to nothing once a picture is decoded.
+_USUAL = (ENTROPY, LIKENESS)
 
 OnProgress = Callable[[int, int, str], None]
 
@@ -47,7 +50,8 @@ def measure(
 ) -> list[Row]:
     """Return the measures ``names`` (of ``MEASURES``, or ``LIKENESS``) of every sample, in order.
 
-    No more pictures are in memory at once than there are threads.
+    No more pictures are in memory at once than there are threads. What is kept is kept with the usual measures, so that
+    Score Complexity as it is by default reads no picture that Load Dataset has looked at.
 
     Args:
         store_root: where measures are kept; None keeps nothing.
@@ -65,8 +69,11 @@ def measure(
     if progress.done:
         progress.on_progress(progress.done, progress.total, f"{progress.done} measured before")
 
+    usual = () if store is None else _USUAL
+
     def work(index: int) -> Row | PathError:
-        return _measure(dataset.samples[index], dataset.config.background, [n for n in names if n not in rows[index]])
+        wanted = [name for name in {**dict.fromkeys(names), **dict.fromkeys(usual)} if name not in rows[index]]
+        return _measure(dataset.samples[index], dataset.config.background, wanted)
 
     failed: list[tuple[Sample, PathError]] = []
     sizes_px = {index: math.prod(dataset.samples[index].image_size_px) for index in missing}
@@ -77,7 +84,7 @@ def measure(
             if isinstance(measured, PathError):
                 failed.append((sample, measured))
             else:
-                rows[index].update(measured)
+                rows[index].update({name: value for name, value in measured.items() if name in names})
                 keep(sample.image_digest, measured)
             progress.step(f"measured {sample.name}")
     if failed:
@@ -152,7 +159,7 @@ def _measure(sample: Sample, background: str, names: Collection[str]) -> Row | P
     if hashlib.sha256(data).hexdigest() != sample.image_digest:
         return PathError(sample.image, _CHANGED)
     try:
-        picture = small_copy(decode(data, sample.image).image, background)
+        picture = small_copy(decode(data, sample.image, WORKING_PX).image, background)
     except PathError as error:
         return PathError(sample.image, error.reason)  # a raised one keeps the frames that hold the picture
     except MemoryError:

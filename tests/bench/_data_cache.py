@@ -42,7 +42,8 @@ def builds(pack: Any, wanted: Builds, folder: Path) -> dict[str, float]:
     """Return milliseconds a picture of each way, and the ratios that are claimed. Call it in inference mode.
 
     ``build`` and ``bare_loop`` leave captions out; ``captioned_build`` and ``host_node`` encode one for each picture
-    with the toy world's CLIP. The host's node is given pictures that were read already, or reads them as the build does.
+    with the toy world's CLIP. The host's node is given pictures that were read already, or reads them as the build
+    does.
     ``cpu`` is what all threads take together: on a busy machine it says more than the clock.
     """
     kinds = _kinds(pack, wanted, folder)
