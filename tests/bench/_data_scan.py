@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from ._full_size import ROOT
 
 MIB = 1 << 20
 RATE_KIND = "jpeg, 1024 px"
-SCAN, EXAMINE, SCORE, SCORE_ALL = "scan", "examine", "score", "score_all"
+# It takes as long for each of them as for many.
+MOST_SCORED_ALONE = 500
+SCAN, EXAMINE, LOAD, SCORE, SCORE_ALL = "scan", "examine", "load_dataset", "score", "score_all"
 
 
 @dataclass
@@ -70,18 +72,18 @@ def row(kind: str, number: int, folder: Path) -> dict[str, Any]:
 def figures(found: dict[str, float], number: int) -> dict[str, float]:
     """Return rates and costs of one picture.
 
+    ``load_dataset`` is both that the node does; ``score`` and ``score_all`` (all measures) read the pictures anew.
     ``cpu_ms`` is what all threads of a picture's step take together: two free cores do ``2000 / cpu_ms`` a second.
     """
-    both = {key: found[f"{SCAN}_{key}"] + found[f"{EXAMINE}_{key}"] for key in ("s", "cpu_s")}
-    times = {
-        **{name: (found[f"{name}_s"], found[f"{name}_cpu_s"]) for name in (SCAN, EXAMINE, SCORE, SCORE_ALL)},
-        "load_dataset": (both["s"], both["cpu_s"]),
-    }
-    result = {f"{name}_per_s": number / wall for name, (wall, _) in times.items()}
-    result |= {f"{name}_cpu_ms": 1000 * cpu / number for name, (_, cpu) in times.items()}
-    result |= {f"second_{name}_s": found[f"second_{name}_s"] for name in (SCAN, EXAMINE, SCORE)}
-    peaks = [found[f"{name}_peak_mib"] for name in (SCAN, EXAMINE, SCORE, SCORE_ALL)]
-    result |= {"start_mib": found["start_mib"], "scan_peak_mib": peaks[0], "peak_mib": max(peaks)}
+    for key in ("s", "cpu_s"):
+        found[f"{LOAD}_{key}"] = found[f"{SCAN}_{key}"] + found[f"{EXAMINE}_{key}"]
+    of_all, alone = dict.fromkeys((SCAN, EXAMINE, LOAD), number), min(number, MOST_SCORED_ALONE)
+    numbers = {**of_all, SCORE: alone, SCORE_ALL: alone}
+    result = {f"{name}_per_s": num / found[f"{name}_s"] for name, num in numbers.items()}
+    result |= {f"{name}_cpu_ms": 1000 * found[f"{name}_cpu_s"] / num for name, num in numbers.items()}
+    result |= {f"{name}_s": found[f"{name}_s"] for name in ("second_scan", "second_examine", "score_after_examine")}
+    result |= {"start_mib": found["start_mib"], "scan_peak_mib": found["scan_peak_mib"]}
+    result["peak_mib"] = max(value for name, value in found.items() if name.endswith("_peak_mib"))
     return {name: round(value, 3) for name, value in result.items()}
 
 
@@ -98,13 +100,14 @@ def main(arguments: list[str]) -> int:
     steps.look()
     start = steps.peak_bytes / MIB
     config = DataConfig(folder=str(folder), upscale=True)
-    dataset = steps.run(SCAN, lambda: scan(config, [folder.parent], steps.look))
+    dataset = steps.run(SCAN, lambda: scan(config, [folder.parent], steps.look, store_root=store))
     steps.run(EXAMINE, lambda: examination(dataset, store, steps.look))
-    steps.run(SCORE, lambda: score(dataset, ComplexityConfig(), store, steps.look))
-    steps.run("second_scan", lambda: scan(config, [folder.parent], steps.look))
+    steps.run("score_after_examine", lambda: score(dataset, ComplexityConfig(), store, steps.look))
+    steps.run("second_scan", lambda: scan(config, [folder.parent], steps.look, store_root=store))
     steps.run("second_examine", lambda: examination(dataset, store, steps.look))
-    steps.run("second_score", lambda: score(dataset, ComplexityConfig(), store, steps.look))
-    steps.run(SCORE_ALL, lambda: score(dataset, every, None, steps.look))
+    some = replace(dataset, samples=dataset.samples[:MOST_SCORED_ALONE])
+    steps.run(SCORE, lambda: score(some, ComplexityConfig(), None, steps.look))
+    steps.run(SCORE_ALL, lambda: score(some, every, None, steps.look))
     print(json.dumps({"start_mib": start, **steps.found}))
     return 0
 
