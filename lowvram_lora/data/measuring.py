@@ -32,6 +32,7 @@ _MAX_THREADS = 4
 # Decoded and flattened, these take about 600 MiB. A larger picture is read alone.
 _MAX_PX_UNDER_WAY = 100_000_000
 _KEEP_EVERY = 500
+_KEEP_SHARE = 4
 _GONE = "this image is gone; queue again to read the folder anew"
 _TOO_LARGE = "there is not enough free memory to read this image; save it smaller"
 _CHANGED = "this image has changed since Load Dataset read it; queue again"
@@ -112,15 +113,20 @@ class _Progress:
 def _kept(store: MeasuredStore | None) -> Iterator[Callable[[str, Row], None]]:
     """Give a function that takes rows by picture digest; write them now and then, and on every way out."""
     new: dict[str, Row] = {}
+    num_written = 0
 
     def flush() -> None:
+        nonlocal num_written
         if store is not None and new:
             store.add(new)
+        num_written += len(new)
         new.clear()
 
     def keep(image_digest: str, row: Row) -> None:
         new[image_digest] = row
-        if len(new) >= _KEEP_EVERY:
+        # A write takes as long as all that is there: more seldom as there is more, so that all writes together take
+        # time in proportion to the pictures.
+        if len(new) >= max(_KEEP_EVERY, num_written // _KEEP_SHARE):
             flush()
 
     try:

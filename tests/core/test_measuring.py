@@ -199,6 +199,27 @@ def test_what_was_measured_before_a_cancel_is_kept(tmp_path: Path) -> None:
     assert seen[0] == 5
 
 
+def test_many_pictures_are_kept_in_few_writes_and_each_is_kept(tmp_path: Path, monkeypatch) -> None:
+    dataset, store = make_dataset(tmp_path / "a", 120), tmp_path / "store"
+    sizes: list[int] = []
+    add = MeasuredStore.add
+
+    def counted(self: MeasuredStore, rows: dict) -> None:
+        sizes.append(len(rows))
+        add(self, rows)
+
+    monkeypatch.setattr(MeasuredStore, "add", counted)
+    monkeypatch.setattr(measuring, "_KEEP_EVERY", 2)
+    first = measure(dataset, ["entropy"], store)
+    assert sum(sizes) == 120
+    # Each write costs as much as all that is there by then.
+    assert sum(sum(sizes[: number + 1]) for number in range(len(sizes))) < 10 * 120
+    # At any time less than a third of what was measured would be lost.
+    assert all(size <= max(2, sum(sizes[:number]) / 3) for number, size in enumerate(sizes))
+    lose_pictures(dataset)
+    assert measure(dataset, ["entropy"], store) == first
+
+
 def test_progress_counts_every_sample_once(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "a", 9)
     seen: list[tuple[int, int, str]] = []
