@@ -65,6 +65,7 @@ def builds(pack: Any, wanted: Builds, folder: Path) -> dict[str, float]:
         "second_build_s": best["second_build"],
         "build_over_bare_loop": best["build"] / best["bare_loop"],
         "build_over_read_and_loop": best["build"] / best["read_and_loop"],
+        "build_cpu_over_bare_loop": cpu["build"] / cpu["bare_loop"],
         "build_cpu_over_read_and_loop": cpu["build"] / cpu["read_and_loop"],
         "captioned_build_over_host_node": best["captioned_build"] / best["host_node"],
         "captioned_build_over_read_and_host_node": best["captioned_build"] / best["read_and_host_node"],

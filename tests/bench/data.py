@@ -1,7 +1,7 @@
 """The data side in numbers: scan and score, memory, cache build, encodings, planning.
 
 Pictures are made up, in a temporary folder. Times depend on the machine: compare those of one run. Where a machine is
-busy, read ``cpu_ms``, what a picture takes of one core.
+busy, read what counts processor time: ``cpu``.
 """
 
 from __future__ import annotations
@@ -102,12 +102,15 @@ def claims(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     if len(usual) > 1:
         found.append(("memory for each more picture, KiB", FLAT_KIB_PER_PICTURE, growth_kib(usual)))
     if "build" in result:
-        over = result["build"]["build_over_bare_loop"]
-        found.append(("cache build over a bare loop over vae.encode", MOST_OVER_BARE_LOOP, over))
+        name = "cache build over a bare loop over vae.encode"
+        found.append((name, MOST_OVER_BARE_LOOP, result["build"]["build_over_bare_loop"]))
+        # On a busy machine the clock says nothing; this counts the reading as well, which a loop on a device hides.
+        found.append((f"{name}, processor time", MOST_OVER_BARE_LOOP, result["build"]["build_cpu_over_bare_loop"]))
     if "planning" in result:
         planning = result["planning"]
         name = f"an epoch of {planning['samples']:,} samples planned, seconds"
         found.append((name, PLANNING_S, planning["slowest_epoch_s"]))
+        found.append((f"{name} of one free core", PLANNING_S, planning["slowest_epoch_cpu_s"]))
     rounded = [(claim, limit, round(value, 3)) for claim, limit, value in found]
     return [
         {"claim": claim, "at_most": limit, "found": value, "holds": value <= limit} for claim, limit, value in rounded
