@@ -7,9 +7,9 @@ against 4 of float32 and 2 of float16.
 Why the high band is no float32: then both bands take 4.03 bytes, more than float32 itself, and nothing is won. With
 the detail as float32 and only the means of 2 by 2 pixels rounded (3.5 bytes), the error stays that of float16. Why
 blocks of 8: each halving of the block costs more bytes than its smaller detail is worth in exactness. ``dev.py bench
-data_encodings`` has all of these, and fixed-point numbers without a low band as well: they are as exact at 2 bytes. So
-what is won over float16 comes from fixed point, not from the split. With detail of 24 bits (3.03 bytes) the error
-would be float32's own; float32 itself is then not far.
+data --only encodings`` has all of these, and fixed-point numbers without a low band as well: they are as exact at 2
+bytes. So what is won over float16 comes from fixed point, not from the split. With detail of 24 bits (3.03 bytes) the
+error would be float32's own; float32 itself is then not far.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 from ..errors import DatasetError, PathError, UnsupportedModelError
 from ..ports import EncodedPictures, LatentCodec
 from . import precision
+from .channels import all_finite
 from .lock import claimed
 from .masks import mask_weights
 from .ordered import in_order
@@ -134,7 +135,7 @@ class PictureEncoder:
             self.incidents.in_tiles += [name for name in names if name not in self.incidents.in_tiles]
         latents = _plain(encoded)
         return [
-            each if bool(each.isfinite().all()) else self._retried(name, pixels_BHWC[i : i + 1])
+            each if all_finite(each) else self._retried(name, pixels_BHWC[i : i + 1])
             for i, (name, each) in enumerate(zip(names, latents, strict=True))
         ]
 
@@ -142,7 +143,7 @@ class PictureEncoder:
         """Return a picture's latents in float32, where half precision gave none."""
         encoded = self.codec.encode_precisely(pixels_BHWC)
         latents = None if encoded is None else _plain(encoded)[0]
-        if latents is None or not bool(latents.isfinite().all()):
+        if latents is None or not all_finite(latents):
             also = "" if encoded is None else ", in float32 neither"
             raise UnsupportedModelError(f"The VAE's output for {name} is not a number{also}.", "Load another VAE.")
         if name not in self.incidents.retried:

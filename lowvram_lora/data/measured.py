@@ -25,6 +25,7 @@ Row = dict[str, Value]
 T = TypeVar("T")
 
 _LOCK_WAIT_S = 10.0
+_SHARDS = "0123456789abcdef"
 
 
 class MeasuredStore:
@@ -43,6 +44,13 @@ class MeasuredStore:
         for shard, digests in _by_shard({digest: digest for digest in image_digests}).items():
             rows = _read(self._path(shard))
             found |= {digest: rows[digest] for digest in digests if digest in rows}
+        return found
+
+    def everything(self) -> dict[str, Row]:
+        """Return all rows."""
+        found: dict[str, Row] = {}
+        for shard in _SHARDS:
+            found |= _read(self._path(shard))
         return found
 
     def add(self, rows: Mapping[str, Row]) -> None:

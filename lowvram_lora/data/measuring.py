@@ -14,14 +14,17 @@ from pathlib import Path
 
 from ..errors import PathError
 from .dataset import Dataset, Sample, digest_of, name_some
-from .detail import MEASURES, WORKING_PX, small_copy
+from .detail import ENTROPY, MEASURES, WORKING_PX, small_copy
 from .likeness import Likeness, likeness
 from .measured import MeasuredStore, Row, Value
 from .pixels import decode, strict_decoding
 
 # Raise it when the same picture would measure otherwise.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 LIKENESS = "likeness"
+
+# What nearly every workflow asks for sooner or later, and what takes next to nothing once a picture is decoded.
+_USUAL = (ENTROPY, LIKENESS)
 
 OnProgress = Callable[[int, int, str], None]
 
@@ -29,6 +32,7 @@ _MAX_THREADS = 4
 # Decoded and flattened, these take about 600 MiB. A larger picture is read alone.
 _MAX_PX_UNDER_WAY = 100_000_000
 _KEEP_EVERY = 500
+_KEEP_SHARE = 4
 _GONE = "this image is gone; queue again to read the folder anew"
 _TOO_LARGE = "there is not enough free memory to read this image; save it smaller"
 _CHANGED = "this image has changed since Load Dataset read it; queue again"
@@ -47,7 +51,8 @@ def measure(
 ) -> list[Row]:
     """Return the measures ``names`` (of ``MEASURES``, or ``LIKENESS``) of every sample, in order.
 
-    No more pictures are in memory at once than there are threads.
+    No more pictures are in memory at once than there are threads. What is kept is kept with the usual measures, so that
+    Score Complexity as it is by default reads no picture that Load Dataset has looked at.
 
     Args:
         store_root: where measures are kept; None keeps nothing.
@@ -65,8 +70,11 @@ def measure(
     if progress.done:
         progress.on_progress(progress.done, progress.total, f"{progress.done} measured before")
 
+    usual = () if store is None else _USUAL
+
     def work(index: int) -> Row | PathError:
-        return _measure(dataset.samples[index], dataset.config.background, [n for n in names if n not in rows[index]])
+        wanted = [name for name in {**dict.fromkeys(names), **dict.fromkeys(usual)} if name not in rows[index]]
+        return _measure(dataset.samples[index], dataset.config.background, wanted)
 
     failed: list[tuple[Sample, PathError]] = []
     sizes_px = {index: math.prod(dataset.samples[index].image_size_px) for index in missing}
@@ -77,7 +85,7 @@ def measure(
             if isinstance(measured, PathError):
                 failed.append((sample, measured))
             else:
-                rows[index].update(measured)
+                rows[index].update({name: value for name, value in measured.items() if name in names})
                 keep(sample.image_digest, measured)
             progress.step(f"measured {sample.name}")
     if failed:
@@ -105,15 +113,20 @@ class _Progress:
 def _kept(store: MeasuredStore | None) -> Iterator[Callable[[str, Row], None]]:
     """Give a function that takes rows by picture digest; write them now and then, and on every way out."""
     new: dict[str, Row] = {}
+    num_written = 0
 
     def flush() -> None:
+        nonlocal num_written
         if store is not None and new:
             store.add(new)
+        num_written += len(new)
         new.clear()
 
     def keep(image_digest: str, row: Row) -> None:
         new[image_digest] = row
-        if len(new) >= _KEEP_EVERY:
+        # A write takes as long as all that is there: more seldom as there is more, so that all writes together take
+        # time in proportion to the pictures.
+        if len(new) >= max(_KEEP_EVERY, num_written // _KEEP_SHARE):
             flush()
 
     try:
@@ -152,7 +165,7 @@ def _measure(sample: Sample, background: str, names: Collection[str]) -> Row | P
     if hashlib.sha256(data).hexdigest() != sample.image_digest:
         return PathError(sample.image, _CHANGED)
     try:
-        picture = small_copy(decode(data, sample.image).image, background)
+        picture = small_copy(decode(data, sample.image, WORKING_PX).image, background)
     except PathError as error:
         return PathError(sample.image, error.reason)  # a raised one keeps the frames that hold the picture
     except MemoryError:

@@ -87,17 +87,19 @@ class PictureFacts:
     has_alpha: bool
 
 
-def decode(data: bytes, path: object) -> Picture:
+def decode(data: bytes, path: object, enough_px: int | None = None) -> Picture:
     """Return the picture in ``data``.
 
     Args:
         path: where the bytes came from, for the error.
+        enough_px: a JPEG may be made at a half, a quarter or an eighth of its size, its long side no shorter than this;
+            that takes less time and memory.
 
     Raises:
         PathError: the bytes are damaged, cut off, or too large to be a photo.
     """
     with strict_decoding(), _faults_named(data, path):
-        return _decode(data, path)
+        return _decode(data, path, enough_px)
 
 
 def inspect(data: bytes, path: object, large: AbstractContextManager[object] | None = None) -> PictureFacts:
@@ -115,10 +117,7 @@ def inspect(data: bytes, path: object, large: AbstractContextManager[object] | N
         full_size, is_animated = image.size, _is_animated(image)
         if image.format == "PNG" and is_whole_png(data):
             return PictureFacts((image.height, image.width), is_animated, has_alpha(image))
-        is_reduced = image.format in ("JPEG", "MPO")
-        if is_reduced:
-            # Every coefficient is read, as for the whole picture, but only every eighth pixel is made.
-            image.draft(image.mode, (max(image.width // 8, 1), max(image.height // 8, 1)))
+        is_reduced = _draft(image, max(image.size) // 8)
         # A progressive JPEG is held whole however few of its pixels are made.
         held_px = full_size[0] * full_size[1] if "progressive" in image.info else image.width * image.height
         with large if large is not None and held_px > LARGE_PX else nullcontext():
@@ -199,9 +198,11 @@ def _faults_named(data: bytes, path: object) -> Iterator[None]:
         raise PathError(path, f"damaged or cut off ({error}); remove it or save it again") from error
 
 
-def _decode(data: bytes, path: object) -> Picture:
+def _decode(data: bytes, path: object, enough_px: int | None) -> Picture:
     with _opened(data, path) as image:
         is_animated = _is_animated(image)
+        if enough_px is not None:
+            _draft(image, enough_px)
         _load(image)
         return Picture(ImageOps.exif_transpose(image), is_animated)
 
@@ -216,6 +217,19 @@ def _opened(data: bytes, path: object) -> Iterator[Image.Image]:
 
 def _is_animated(image: Image.Image) -> bool:
     return bool(getattr(image, "is_animated", False)) and image.format not in _ONE_PICTURE
+
+
+def _draft(image: Image.Image, enough_px: int) -> bool:
+    """Let fewer pixels be made where the format can. All of the file is read, so damage shows as in the whole picture.
+
+    Returns:
+        Whether the format can.
+    """
+    if image.format not in ("JPEG", "MPO"):
+        return False
+    share = min(1.0, enough_px / max(image.size))
+    image.draft(image.mode, (max(int(image.width * share), 1), max(int(image.height * share), 1)))
+    return True
 
 
 def _load(image: Image.Image) -> None:

@@ -2,7 +2,7 @@
 
 For latents of ``n`` numbers in ``C`` channels; ``p`` is the peak (largest magnitude) of a channel, ``r`` its range
 (largest less smallest). Next to each bound: the rms error in parts of the latents' standard deviation, measured on
-photographs with a small trained VAE in float32 (``dev.py bench data_encodings``).
+photographs with a small trained VAE in float32 (``dev.py bench data --only encodings``).
 
 | name     | bytes           | a number ``x`` is off by at most                 | rms      |
 |----------|-----------------|--------------------------------------------------|----------|
@@ -38,7 +38,7 @@ from torch import Tensor
 from ..config import require
 from ..errors import UnsupportedModelError
 from . import bands
-from .channels import along, peaks, powers_of_two, steps, to_float32
+from .channels import all_finite, along, peaks, powers_of_two, steps, to_float32
 
 LatentPrecision = Literal["full", "bands", "half", "int8", "float8"]
 Compression = Literal["none", "moderate", "high"]
@@ -99,10 +99,10 @@ def decode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], dtype: to
     name = metadata.get(PRECISION, "full")
     _check_tensors(tensors, name)
     latents = _DECODERS[name](tensors)
-    if not bool(latents.isfinite().all()):
+    if not all_finite(latents):
         raise ValueError(f"damaged: latents kept as {name} are not finite")
     result = latents.to(dtype)
-    if not bool(result.isfinite().all()):
+    if result is not latents and not bool(result.isfinite().all()):
         raise UnsupportedModelError(
             f"Latents reach {float(latents.abs().max()):.3g}, but {dtype} ends at {torch.finfo(dtype).max:.3g}.",
             "Choose precision bf16 or fp32 on LoRA Train (low-VRAM).",
@@ -247,8 +247,8 @@ def _check_shape(shape: tuple[int, ...]) -> None:
 
 
 def _check_finite(latents: Tensor) -> None:
-    wrong = latents.numel() - int(latents.isfinite().sum())
-    if wrong:
+    if not all_finite(latents):
+        wrong = latents.numel() - int(latents.isfinite().sum())
         raise UnsupportedModelError(
             f"The VAE's output has {wrong} of {latents.numel()} numbers that are not finite.",
             "Start ComfyUI with --fp32-vae, or load another VAE.",

@@ -18,6 +18,7 @@ from .captions import CAPTION_SUFFIXES, add_trigger, caption_suffixes, read_capt
 from .dataset import Dataset, Sample, Skipped, digest_of
 from .folders import Listing, list_files, numbered_folder, resolve_folder
 from .formats import is_image, is_named_as_image, may_be_image
+from .known_facts import KnownFacts, known_facts
 from .masks import check_mask, is_mask, mask_of, masks_by_image
 from .notes import MAX_REPEATS, Reading, notes_on, report, seen_instead
 from .ordered import in_order, usual_threads
@@ -44,6 +45,7 @@ class _Source:
         files: everything that may be opened.
         masks: as ``masks_by_image`` gives them; empty where masks do not come from files.
         large: held while a large picture is decoded, so that there is one at a time.
+        known: of pictures that were scanned before; these are read, but not decoded.
     """
 
     folder: Path
@@ -54,6 +56,7 @@ class _Source:
     sidecars: Sidecars
     masks: Mapping[tuple[Path, str], Path]
     large: Lock = field(default_factory=Lock)
+    known: KnownFacts = field(default_factory=KnownFacts)
 
     def name(self, path: Path) -> str:
         return path.relative_to(self.folder).as_posix()
@@ -64,6 +67,7 @@ def scan(
     roots: Sequence[Path],
     on_progress: OnProgress = lambda done, total, text: None,
     threads: int = 0,
+    store_root: Path | None = None,
 ) -> Dataset:
     """Return the usable images of ``config.folder``. Files that can't be used are in ``skipped``, by name.
 
@@ -73,6 +77,7 @@ def scan(
         roots: the folders datasets may be read from.
         on_progress: called after each file with files done, all files and a line of text. What it raises ends the scan.
         threads: 0 for as many as suit the machine.
+        store_root: where facts of pictures are kept by content, so that none is decoded twice; None keeps nothing.
 
     Raises:
         PathError: the folder does not exist inside a root.
@@ -83,17 +88,9 @@ def scan(
     folder = resolve_folder(config.folder, roots)
     listing = list_files(folder, roots)
     source = _source(folder, config, buckets, listing)
-    wanted = [path for path in listing.files if _is_wanted(path, source)]
-    readings: list[Reading] = []
     skipped = [Skipped(source.name(path), reason) for path, reason in listing.refused]
-    # Here, and not in each thread: it is a setting of the whole process.
-    with strict_decoding(), closing(in_order(partial(_read, source), wanted, threads or usual_threads())) as outcomes:
-        for done, (path, outcome) in enumerate(zip(wanted, outcomes, strict=True), start=1):
-            if isinstance(outcome, Reading):
-                readings.append(outcome)
-            elif outcome is not None:
-                skipped.append(outcome)
-            on_progress(done, len(wanted), f"read {source.name(path)}")
+    with known_facts(store_root) as known:
+        readings = _read_all(replace(source, known=known), listing, skipped, on_progress, threads or usual_threads())
     if not readings:
         raise DatasetError(seen_instead(folder, listing.files, skipped))
     readings = _with_validation(readings, config.validation_share)
@@ -114,6 +111,23 @@ def folder_fingerprint(config: DataConfig, roots: Sequence[Path]) -> str:
     return digest_of(
         asdict(config), str(folder), [(path.relative_to(folder).as_posix(), *_stamp(path)) for path in files]
     )
+
+
+def _read_all(
+    source: _Source, listing: Listing, skipped: list[Skipped], on_progress: OnProgress, threads: int
+) -> list[Reading]:
+    """Return what is to be known of each image; add to ``skipped`` what can't be used."""
+    wanted = [path for path in listing.files if _is_wanted(path, source)]
+    readings: list[Reading] = []
+    # Here, and not in each thread: it is a setting of the whole process.
+    with strict_decoding(), closing(in_order(partial(_read, source), wanted, threads)) as outcomes:
+        for done, (path, outcome) in enumerate(zip(wanted, outcomes, strict=True), start=1):
+            if isinstance(outcome, Reading):
+                readings.append(outcome)
+            elif outcome is not None:
+                skipped.append(outcome)
+            on_progress(done, len(wanted), f"read {source.name(path)}")
+    return readings
 
 
 def _source(folder: Path, config: DataConfig, buckets: Buckets, listing: Listing) -> _Source:
@@ -149,8 +163,8 @@ def _reading(source: _Source, path: Path) -> Reading | None:
     folder_name, number = numbered_folder(path, source.folder)
     if number == 0:
         raise PathError(path, f"its folder '{folder_name}' asks for 0 repeats")
-    facts = inspect(data, path, source.large)
     digest = hashlib.sha256(data).hexdigest()
+    facts = source.known.of(digest, lambda: inspect(data, path, source.large))
     caption = read_caption(path, source.suffixes, source.files)
     rows = source.sidecars.captions.get(path, ())
     written = (caption.text,) if caption.source is not None else rows

@@ -1,4 +1,5 @@
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -6,18 +7,20 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from lowvram_lora.config import ComplexityConfig, DataConfig
 from lowvram_lora.data import measuring
 from lowvram_lora.data.complexity import score
 from lowvram_lora.data.detail import MEASURES
+from lowvram_lora.data.likeness import near_duplicates
 from lowvram_lora.data.measured import MeasuredStore
-from lowvram_lora.data.measuring import LIKENESS, measure
+from lowvram_lora.data.measuring import LIKENESS, likenesses, measure
 from lowvram_lora.data.scan import Dataset, scan
 from lowvram_lora.errors import PathError
 
@@ -73,6 +76,49 @@ def test_a_measure_that_is_asked_for_later_is_added_to_the_others(tmp_path: Path
     assert [set(row) for row in measure(dataset, ["entropy", "edges", LIKENESS], store)] == [
         {"entropy", "edges", LIKENESS}
     ] * 6
+
+
+def test_scores_are_there_once_pictures_were_looked_at_for_copies(tmp_path: Path) -> None:
+    dataset, store = make_dataset(tmp_path / "a"), tmp_path / "store"
+    assert all(set(row) == {LIKENESS} for row in measure(dataset, [LIKENESS], store))
+    lose_pictures(dataset)
+    scores = [sample.complexity.score for sample in score(dataset, ComplexityConfig(), store).samples]
+    assert len(set(scores)) == 6
+
+
+def large_photo() -> Image.Image:
+    """Drifting colour and grain, 1600 pixels wide."""
+    source = np.random.default_rng(7)
+    coarse = Image.fromarray(source.integers(0, 256, (9, 12, 3), dtype=np.uint8)).resize((1600, 1200))
+    fine = Image.fromarray(source.integers(0, 256, (600, 800, 3), dtype=np.uint8)).resize((1600, 1200))
+    return Image.blend(coarse, fine, 0.2)
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("turn", [1, 6])
+def test_a_photo_measures_nearly_the_same_as_jpeg_and_as_png(progressive: bool, turn: int, tmp_path: Path) -> None:
+    """The JPEG is decoded at a smaller size; the PNG can't be."""
+    (tmp_path / "a").mkdir()
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    large_photo().save(tmp_path / "a" / "photo.jpg", quality=95, progressive=progressive, exif=exif)
+    with Image.open(tmp_path / "a" / "photo.jpg") as photo:
+        ImageOps.exif_transpose(photo).save(tmp_path / "a" / "photo.png")
+    jpeg, png = measure(scan(DataConfig(folder=str(tmp_path / "a")), [tmp_path]), ALL)
+    for name in MEASURES:
+        assert jpeg[name] == pytest.approx(png[name], abs=0.01)
+    assert near_duplicates(likenesses([jpeg, png])) == [[0, 1]]
+
+
+def test_a_photo_that_is_cut_off_is_named_though_few_of_its_pixels_are_made(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    path = tmp_path / "a" / "photo.jpg"
+    large_photo().save(path, quality=95)
+    dataset = scan(DataConfig(folder=str(tmp_path / "a")), [tmp_path])
+    path.write_bytes(path.read_bytes()[:-20_000])
+    cut = replace(dataset.samples[0], image_digest=hashlib.sha256(path.read_bytes()).hexdigest())
+    with pytest.raises(PathError, match=r"photo\.jpg.*cut off"):
+        measure(replace(dataset, samples=(cut,)), ALL)
 
 
 BAD_FILES = [
@@ -153,6 +199,27 @@ def test_what_was_measured_before_a_cancel_is_kept(tmp_path: Path) -> None:
     assert seen[0] == 5
 
 
+def test_many_pictures_are_kept_in_few_writes_and_each_is_kept(tmp_path: Path, monkeypatch) -> None:
+    dataset, store = make_dataset(tmp_path / "a", 120), tmp_path / "store"
+    sizes: list[int] = []
+    add = MeasuredStore.add
+
+    def counted(self: MeasuredStore, rows: dict) -> None:
+        sizes.append(len(rows))
+        add(self, rows)
+
+    monkeypatch.setattr(MeasuredStore, "add", counted)
+    monkeypatch.setattr(measuring, "_KEEP_EVERY", 2)
+    first = measure(dataset, ["entropy"], store)
+    assert sum(sizes) == 120
+    # Each write costs as much as all that is there by then.
+    assert sum(sum(sizes[: number + 1]) for number in range(len(sizes))) < 10 * 120
+    # At any time less than a third of what was measured would be lost.
+    assert all(size <= max(2, sum(sizes[:number]) / 3) for number, size in enumerate(sizes))
+    lose_pictures(dataset)
+    assert measure(dataset, ["entropy"], store) == first
+
+
 def test_progress_counts_every_sample_once(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "a", 9)
     seen: list[tuple[int, int, str]] = []
@@ -188,9 +255,9 @@ def test_no_more_pictures_are_in_memory_than_threads(tmp_path: Path, monkeypatch
     most = 0
     decode = measuring.decode
 
-    def counted(data: bytes, path: object) -> object:
+    def counted(*arguments: object) -> object:
         nonlocal most
-        picture = decode(data, path)
+        picture = decode(*arguments)
         alive.add(id(picture.image))
         weakref.finalize(picture.image, alive.discard, id(picture.image))
         most = max(most, len(alive))
@@ -212,14 +279,14 @@ def test_large_pictures_are_read_one_at_a_time(tmp_path: Path, monkeypatch) -> N
     inside, most = 0, 0
     decode, lock = measuring.decode, threading.Lock()
 
-    def counted(data: bytes, path: object) -> object:
+    def counted(*arguments: object) -> object:
         nonlocal inside, most
         with lock:
             inside += 1
             most = max(most, inside)
         time.sleep(0.02)
         try:
-            return decode(data, path)
+            return decode(*arguments)
         finally:
             with lock:
                 inside -= 1

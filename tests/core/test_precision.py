@@ -13,6 +13,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from lowvram_lora.data import bands, precision
+from lowvram_lora.data.channels import all_finite
 from lowvram_lora.errors import ConfigError, UnsupportedModelError
 
 LOSSY = ("bands", "half", "int8", "float8")
@@ -253,6 +254,16 @@ def test_what_is_not_finite_is_refused(name: str, value: float) -> None:
     latents[1, 2, 3] = value
     with pytest.raises(UnsupportedModelError, match="1 of 1632 numbers that are not finite"):
         precision.encode(latents, name)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_seen_wherever_it_stands(value: float) -> None:
+    latents = like_a_vaes(16)
+    assert all_finite(latents)
+    for place in range(latents.numel()):
+        wrong = latents.clone()
+        wrong.view(-1)[place] = value
+        assert not all_finite(wrong)
 
 
 def test_what_float32_cannot_hold_is_refused() -> None:

@@ -1,15 +1,12 @@
 """What each encoding of latents takes and how exact it is, on latents of real pictures.
 
-The latents are those of the toy world's VAE, a small trained one, unless ``--vae`` names another; the random
+The latents are those of the toy world's VAE, a small trained one, unless another is named; the random
 checkpoints of the tests are no use here. Below the five encodings stand forms that are not offered: they show why the
 five are made as they are.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,47 +21,28 @@ from lowvram_lora.data.channels import along, peaks, powers_of_two
 
 LATENT_STEP_PX = 8
 NUM_SCENES, LONGEST_PX = 24, 512
-COLUMNS = ("name", "bytes_per_sample", "bytes_per_number", "max_error", "rms_error", "rms_of_deviation")
 
 Form = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], float]]
 """A round trip in float64, and the bytes it takes for one picture's latents."""
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """Return the options."""
-    parser = argparse.ArgumentParser(prog="dev.py bench data_encodings", description=__doc__)
-    parser.add_argument("--vae", type=Path, help="a VAE file that ComfyUI's Load VAE reads, instead of the toy world's")
-    parser.add_argument("--pictures", type=Path, help="a folder of pictures, instead of scikit-image's photographs")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(arguments)
-    if options.vae and not options.vae.is_file():
-        parser.error(f"--vae: there is no file {options.vae}")
-    if options.pictures and not pictures_in(options.pictures):
-        parser.error(f"--pictures: no picture in {options.pictures}")
-    return options
+def encodings(vae: Path | None = None, folder: Path | None = None) -> dict[str, list[dict[str, Any]]]:
+    """Return rows for each set of latents, with the host entered.
+
+    Args:
+        vae: a file that the host's Load VAE reads; None for the toy world's.
+        folder: of pictures; None for scikit-image's photographs.
+    """
+    return {name: rows(latents) for name, latents in latent_sets(vae, folder).items()}
 
 
-def main(arguments: list[str]) -> int:
-    """Encode the pictures, keep their latents in each form, and print a table for each set."""
-    from tests.bench import _full_size
-
-    options = parse(arguments)
-    _full_size.enter_host()
-    sets = {name: rows(latents) for name, latents in latent_sets(options).items()}
-    if options.json:
-        print(json.dumps({"vae": options.vae.name if options.vae else "toy world", "sets": sets}))
-    else:
-        print("\n\n".join(f"{name}\n{table(found)}" for name, found in sets.items()))
-    return 0
-
-
-def latent_sets(options: argparse.Namespace) -> dict[str, list[Tensor]]:
+def latent_sets(vae: Path | None, folder: Path | None) -> dict[str, list[Tensor]]:
     """Return latents by where they are from, one tensor ``[C, h, w]`` a picture, float32."""
-    photos = photographs(options.pictures)
-    sets = {"photographs": encoded(load_vae(options.vae), photos)}
-    if not options.vae:
+    photos = photographs(folder)
+    sets = {"photographs": encoded(load_vae(vae), photos)}
+    if not vae:
         sets["toy world's scenes"] = encoded(load_vae(None), scenes())
-    sets["photographs, VAE in bfloat16"] = encoded(load_vae(options.vae, torch.bfloat16), photos)
+    sets["photographs, VAE in bfloat16"] = encoded(load_vae(vae, torch.bfloat16), photos)
     return sets
 
 
@@ -204,19 +182,3 @@ def means(exact: Tensor, block: int) -> Tensor:
 def spread(low: Tensor, block: int, like: Tensor) -> Tensor:
     """Return each mean over all of its block."""
     return low.repeat_interleave(block, -2).repeat_interleave(block, -1)[..., : like.shape[-2], : like.shape[-1]]
-
-
-def table(found: list[dict[str, Any]]) -> str:
-    """Return the rows as aligned text."""
-    lines = [list(COLUMNS), *([cell(each[name]) for name in COLUMNS] for each in found)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-    return "\n".join("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
-
-
-def cell(value: Any) -> str:
-    """Return a value as text that fits a line."""
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
