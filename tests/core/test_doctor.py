@@ -13,7 +13,7 @@ from lowvram_lora.config import DataConfig
 from lowvram_lora.data.doctor import Finding, Intent, describe, examine
 from lowvram_lora.data.measuring import LIKENESS, likenesses, measure
 from lowvram_lora.data.scan import Dataset, scan
-from lowvram_lora.data.text_window import TextWindow, rough_pieces
+from lowvram_lora.data.text_window import TextWindow, by_pieces, rough_pieces
 
 
 def add(folder: Path, name: str, caption: str | None = "", size: tuple[int, int] = (256, 256), seed: int = 0) -> None:
@@ -162,7 +162,7 @@ def test_what_would_be_cut_of_a_caption_is_shown(tmp_path: Path) -> None:
 
     found = the(
         "captions too long",
-        examine(scanned(tmp_path), Intent(text_window=TextWindow(num_tokens=4, pieces=words))),
+        examine(scanned(tmp_path), Intent(text_window=TextWindow(num_tokens=4, read=by_pieces(words)))),
     )
     (group,) = found.groups
     assert group.names == ("a.png",)
