@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from lowvram_lora.config import DataConfig
-from lowvram_lora.data.doctor import Finding, Intent, describe, examine
+from lowvram_lora.data.doctor import Finding, Intent, describe, examine, foreseen
 from lowvram_lora.data.measuring import LIKENESS, likenesses, measure
 from lowvram_lora.data.scan import Dataset, scan
 from lowvram_lora.data.text_window import TextWindow, by_pieces, rough_pieces
@@ -175,6 +175,25 @@ def test_a_window_that_is_read_in_parts_cuts_nothing(tmp_path: Path) -> None:
     window = TextWindow(num_tokens=75, is_chunked=True)
     found = the("captions too long", examine(scanned(tmp_path), Intent(text_window=window)))
     assert "All is read" in found.sentence and "about 100 tokens" in found.groups[0].label
+    assert "is cut" not in found.sentence and "first part alone" in found.sentence
+
+
+def test_an_encoder_that_reads_everything_at_once_is_named_beside_the_window(tmp_path: Path) -> None:
+    add(tmp_path, "a.png", "red " * 100)
+    window = TextWindow(num_tokens=75, is_chunked=True, unlimited=("t5xxl",))
+    found = the("captions too long", foreseen(scanned(tmp_path).samples, Intent(text_window=window)))
+    assert "t5xxl at once" in found.sentence
+
+
+def test_a_node_further_down_hears_what_its_knowledge_brings_up_and_nothing_else(tmp_path: Path) -> None:
+    add(tmp_path, "a.png", "red " * 100)
+    add(tmp_path, "b.png", None, size=(20, 20))
+    dataset = scanned(tmp_path)
+    assert foreseen(dataset.samples, Intent()) == ()
+    intent = Intent(steps=500, batch_size=4, text_window=TextWindow(num_tokens=75))
+    more = foreseen(dataset.samples, intent)
+    assert set(more) == set(examine(dataset, intent)) - set(examine(dataset))
+    assert kinds(more) == ["captions too long", "batch larger than a bucket", "too few images for the steps"]
 
 
 @pytest.mark.parametrize(

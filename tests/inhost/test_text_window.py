@@ -45,6 +45,7 @@ def clip_sdxl() -> Any:
 def test_what_is_beyond_the_window_is_what_the_host_puts_into_its_second_chunk(
     pack: Any, clip: Callable[[], Any]
 ) -> None:
+    """b01"""
     host = clip()
     window = pack.nodes._text.window_of(host)
     caption = SENTENCE * 6 + "at the very end sks"
@@ -97,7 +98,7 @@ def test_beside_clip_an_encoder_that_reads_any_length_is_named(pack: Any) -> Non
 
 
 def test_the_hosts_summary_of_a_long_caption_is_that_of_its_first_window_and_its_rows_are_of_all(pack: Any) -> None:
-    """What the doctor says of captions in several parts."""
+    """b01: what the doctor says of captions in several parts."""
     import comfy.sd
     import torch
 
