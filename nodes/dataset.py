@@ -71,15 +71,16 @@ class LoadDataset(io.ComfyNode):
         else:
             require(not captions, "captions", captions, "unconnected without images; a folder has its own captions")
         dataset = scan(DataConfig(**widgets), roots, _shown(Progress(100, cls.hidden.unique_id)))
-        intent = Intent(
-            steps=planned_steps or None,
-            batch_size=planned_batch_size or None,
-            text_window=None if clip is None else window_of(clip),
-        )
+        intent = _intent(clip, planned_steps, planned_batch_size)
         on_look = _shown(Progress(100, cls.hidden.unique_id))
         examined = examination(dataset, cache_root() / "measures", on_look, intent)
         text = f"{report(dataset)}\n{examined.text}"
         return reported(dataset, report=text, node_id=cls.hidden.unique_id, picture=examined.picture)
+
+
+def _intent(clip: Any, planned_steps: int, planned_batch_size: int) -> Intent:
+    window = None if clip is None else window_of(clip)
+    return Intent(steps=planned_steps or None, batch_size=planned_batch_size or None, text_window=window)
 
 
 def _shown(progress: Progress) -> Callable[[int, int, str], None]:

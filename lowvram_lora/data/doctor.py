@@ -11,7 +11,7 @@ from .findings import Finding, describe
 from .likeness import Likeness
 from .text_window import TextWindow
 
-__all__ = ["Finding", "Intent", "describe", "examine", "foreseen"]
+__all__ = ["Finding", "Intent", "describe", "examine", "exposed", "foreseen"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,3 +59,13 @@ def foreseen(samples: Sequence[Sample], intent: Intent) -> tuple[Finding, ...]:
         *batch_faults.large_batch(trained, intent.batch_size),
         *batch_faults.exposure(trained, intent.steps, intent.batch_size),
     )
+
+
+def exposed(shown: Sequence[batch_faults.Shown], steps: int, batch_size: int) -> tuple[Finding, ...]:
+    """Return whether ``steps`` show images too often or not at all, for LoRA Train, which knows both numbers.
+
+    Args:
+        shown: what is trained on: samples, or entries of a cache.
+        batch_size: draws in a step, those of all accumulated batches.
+    """
+    return tuple(batch_faults.exposure(shown, steps, batch_size))
