@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
+
+from ..lowvram_lora.data.text_window import TextWindow
 
 PADDING = "lowvram_lora_padding"
 """Where an encoded caption keeps ``[rows, padding]`` of the encoder whose rows come last. The host never gets it."""
@@ -34,6 +37,56 @@ def padding_of(tokenizer: Any, tokens: dict[str, Any]) -> list[int] | None:
         if padding:
             return [len(rows), padding]
     return None
+
+
+UNLIMITED = 100_000
+"""An encoder whose window is this or more reads any caption at once: the host writes 99999999 for T5 and its like."""
+EMBEDDING = "embedding:"
+"""How a caption names vectors of its own, which stand for any number of tokens."""
+
+
+def window_of(clip: Any) -> TextWindow | None:
+    """Return the smallest window of a CLIP's encoders, or None where each reads a caption of any length at once.
+
+    The host cuts nothing: what goes beyond a window is encoded as another one (``SDTokenizer.tokenize_with_weights``),
+    and the rows are joined; the pooled vector is the first one's (``ClipTokenWeightEncoder``). Nothing but the
+    tokenizer is asked.
+    """
+    parts = dict(_parts(clip.tokenizer, clip.tokenize("")))
+    limited = {key: part for key, part in parts.items() if part.max_length < UNLIMITED}
+    if not limited:
+        return None
+    key, part = min(limited.items(), key=lambda item: item[1].max_length)
+    unlimited = tuple(name for name in parts if name not in limited)
+
+    def read(caption: str, num_tokens: int) -> tuple[int, str]:
+        num_bytes = len(caption.encode("utf-8", "replace"))
+        if EMBEDDING not in caption and num_bytes < num_tokens:
+            return num_bytes, ""  # no token is less than a byte: it fits, and most captions are done at once
+        chunks = clip.tokenize(caption, return_word_ids=True)[key]
+        # Word 0 is what the host put there: start, end and padding.
+        own = [[token for token, _, word in chunk if word != 0] for chunk in chunks]
+        return sum(map(len, own)), _text_of(part, [token for chunk in own[1:] for token in chunk])
+
+    return TextWindow(num_tokens=part.max_length - _num_marks(part), read=read, is_chunked=True, unlimited=unlimited)
+
+
+def _parts(tokenizer: Any, tokens: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the host's tokenizers of single encoders, by the names under which they put tokens."""
+    for key in tokens:
+        part = getattr(tokenizer, key, None) or getattr(tokenizer, f"clip_{key}", None)
+        if hasattr(part, "max_length"):
+            yield key, part
+
+
+def _num_marks(part: Any) -> int:
+    return sum(getattr(part, name, None) is not None for name in ("start_token", "end_token"))
+
+
+def _text_of(part: Any, tokens: list[Any]) -> str:
+    """Return the text of tokens; a vector of its own has none."""
+    text: str = part.tokenizer.decode([token for token in tokens if isinstance(token, int)])
+    return text.strip(" \ufffd")  # a letter of several tokens may begin in the window before
 
 
 def without_padding(conditioning: list[Any], is_masked: bool, cuts: bool) -> list[Any]:

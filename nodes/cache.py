@@ -9,11 +9,13 @@ from comfy_api.latest import io
 
 from ..lowvram_lora.config import CacheConfig, CacheProfile, CompressionChoice, ScalesChoice, SwitchChoice
 from ..lowvram_lora.data.cache import build, generation, num_steps
+from ..lowvram_lora.data.doctor import Intent, describe, foreseen
 from ..lowvram_lora.data.profiles import plan_of
 from ..lowvram_lora.data.scan import Dataset
 from ..lowvram_lora.errors import LowVramLoraError, UnsupportedModelError
 from ._encoders import HostClip, HostVae
 from ._host import Progress, cache_root, choice, reported, schema
+from ._text import window_of
 
 DEFAULTS = {field.name: field.default for field in fields(CacheConfig)}
 
@@ -68,12 +70,14 @@ class BuildTieredCache(io.ComfyNode):
     def execute(cls, dataset: Dataset, vae: Any, clip: Any, **widgets: Any) -> io.NodeOutput:
         """Encode what is not on disk yet."""
         plan = plan_of(CacheConfig(**widgets))
+        longer = foreseen(dataset.samples, Intent(text_window=window_of(_required(clip, "CLIP"))))
         codec, encoder = HostVae(_required(vae, "VAE")), HostClip(_required(clip, "CLIP"))
         progress = Progress(num_steps(dataset, plan), cls.hidden.unique_id)
         index, built = build(
             dataset, codec, encoder, cache_root(), lambda done, _total, text: progress.update(done, text), plan
         )
-        return reported(index, report=str(built), node_id=cls.hidden.unique_id)
+        report = "\n".join((str(built), *([describe(longer)] if longer else [])))
+        return reported(index, report=report, node_id=cls.hidden.unique_id)
 
 
 def _more_inputs() -> list[Any]:

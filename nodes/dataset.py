@@ -9,11 +9,13 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..lowvram_lora.config import MAX_SEED, CaptionExtension, DataConfig, Masks, MissingCaptions, require
+from ..lowvram_lora.data.doctor import Intent
 from ..lowvram_lora.data.examination import examination
 from ..lowvram_lora.data.image_input import captions_for, write_images
 from ..lowvram_lora.data.scan import folder_fingerprint, report, scan
 from ..lowvram_lora.errors import LowVramLoraError
 from ._host import Progress, cache_root, choice, dataset_roots, images_root, reported, schema
+from ._text import window_of
 
 DEFAULTS = {field.name: field.default for field in fields(DataConfig)}
 DatasetType = io.Custom("LOWVRAM_DATASET")
@@ -29,7 +31,7 @@ class LoadDataset(io.ComfyNode):
             node_id="LowVRAMLoadDataset",
             display_name="Load Dataset",
             description="Reads a folder of images and captions for LoRA training.",
-            inputs=[*_first(), *_from_nodes(), *_captions(), *_sizes(), *_variants()],
+            inputs=[*_first(), *_from_nodes(), *_captions(), *_sizes(), *_variants(), *_plans()],
             outputs=[
                 DatasetType.Output("dataset", display_name="dataset"),
                 io.String.Output("report", display_name="report"),
@@ -50,7 +52,15 @@ class LoadDataset(io.ComfyNode):
         return f"{files} {[str(root) for root in roots]}"
 
     @classmethod
-    def execute(cls, images: Any = None, captions: str | None = None, **widgets: Any) -> io.NodeOutput:
+    def execute(
+        cls,
+        images: Any = None,
+        captions: str | None = None,
+        clip: Any = None,
+        planned_steps: int = 0,
+        planned_batch_size: int = 0,
+        **widgets: Any,
+    ) -> io.NodeOutput:
         """Scan the folder."""
         roots = dataset_roots()
         if images is not None:
@@ -61,9 +71,16 @@ class LoadDataset(io.ComfyNode):
         else:
             require(not captions, "captions", captions, "unconnected without images; a folder has its own captions")
         dataset = scan(DataConfig(**widgets), roots, _shown(Progress(100, cls.hidden.unique_id)))
-        examined = examination(dataset, cache_root() / "measures", _shown(Progress(100, cls.hidden.unique_id)))
+        intent = _intent(clip, planned_steps, planned_batch_size)
+        on_look = _shown(Progress(100, cls.hidden.unique_id))
+        examined = examination(dataset, cache_root() / "measures", on_look, intent)
         text = f"{report(dataset)}\n{examined.text}"
         return reported(dataset, report=text, node_id=cls.hidden.unique_id, picture=examined.picture)
+
+
+def _intent(clip: Any, planned_steps: int, planned_batch_size: int) -> Intent:
+    window = None if clip is None else window_of(clip)
+    return Intent(steps=planned_steps or None, batch_size=planned_batch_size or None, text_window=window)
 
 
 def _shown(progress: Progress) -> Callable[[int, int, str], None]:
@@ -186,4 +203,34 @@ def _variants() -> list[Any]:
             optional=True,
         ),
         _float("validation_share", 0.0, 0.5, "The share of images that is never trained on, chosen by content."),
+    ]
+
+
+def _plans() -> list[Any]:
+    """What only the doctor asks for; the dataset is the same without."""
+    return [
+        io.Clip.Input(
+            "clip",
+            optional=True,
+            tooltip="Lets the report name captions longer than what this CLIP reads at once. Only its tokenizer is "
+            "used: nothing is loaded.",
+        ),
+        io.Int.Input(
+            "planned_steps",
+            default=0,
+            min=0,
+            max=1_000_000,
+            optional=True,
+            tooltip="The steps of LoRA Train, copied here so that the report says whether there are too few or too "
+            "many images for them. 0: not known.",
+        ),
+        io.Int.Input(
+            "planned_batch_size",
+            default=0,
+            min=0,
+            max=256,
+            optional=True,
+            tooltip="The batch_size of Sparse Batch Sampler, copied here so that the report names what can't fill a "
+            "batch. 0: not known.",
+        ),
     ]

@@ -5,12 +5,27 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from .dataset import Sample
 from .findings import Finding, Group, counted
 
 # 20 images for 50 epochs, a usual first try that copies its pictures.
 MANY_VIEWS = 50
+
+
+class Shown(Protocol):
+    """What a run shows: a sample, or its entry in the cache."""
+
+    @property
+    def name(self) -> str:
+        """The image's file."""
+        ...
+
+    @property
+    def repeats(self) -> int:
+        """Draws of it in an epoch."""
+        ...
 
 
 def thin_buckets(samples: Sequence[Sample]) -> Iterator[Finding]:
@@ -49,7 +64,7 @@ def large_batch(samples: Sequence[Sample], batch_size: int | None) -> Iterator[F
         )
 
 
-def exposure(samples: Sequence[Sample], steps: int | None, batch_size: int | None) -> Iterator[Finding]:
+def exposure(samples: Sequence[Shown], steps: int | None, batch_size: int | None) -> Iterator[Finding]:
     """Find images that the steps asked for show too often, or not once."""
     if steps is None or not samples:
         return
@@ -85,7 +100,7 @@ def _by_bucket(samples: Sequence[Sample]) -> dict[tuple[int, int], list[Sample]]
     return dict(sorted(buckets.items()))
 
 
-def _draws(samples: Sequence[Sample]) -> int:
+def _draws(samples: Sequence[Shown]) -> int:
     return sum(sample.repeats for sample in samples)
 
 

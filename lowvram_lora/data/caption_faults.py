@@ -52,14 +52,18 @@ def too_long(samples: Sequence[Sample], window: TextWindow | None) -> Iterator[F
     longer = (
         f"{counted(len(groups), 'caption is', 'captions are')} longer than the {window.num_tokens} tokens that the "
     )
-    if window.is_chunked:
-        sentence = longer + (
-            "text encoder reads at once. All is read here, in several parts, but another program may leave the rest "
-            "out. Put what matters first."
-        )
-    else:
-        sentence = longer + "text encoder reads: the rest is cut. Put what matters first, or shorten."
+    sentence = longer + (_in_parts(window) if window.is_chunked else "text encoder reads: the rest is cut. ")
+    sentence += "Put what matters first, or shorten."
     yield Finding("captions too long", sentence, tuple(groups))
+
+
+def _in_parts(window: TextWindow) -> str:
+    unlimited = f" ({', '.join(window.unlimited)} at once)" if window.unlimited else ""
+    return (
+        f"text encoder reads at once. All is read here{unlimited}, in several parts, but the summary of a caption that "
+        "models such as SDXL and Flux use beside its words is made of the first part alone, and another program may "
+        "leave the rest out. "
+    )
 
 
 def _beyond(sample: Sample, window: TextWindow) -> Iterator[Group]:

@@ -108,7 +108,7 @@ def _is_latin(character: str) -> bool:
 def _find(image: Path, suffixes: Sequence[str], files: Collection[Path]) -> Path | None:
     for suffix in suffixes:
         for stem in (image.stem, image.name):
-            for name in (stem + suffix, stem + suffix.upper()):
-                if image.with_name(name) in files:
-                    return image.with_name(name)
+            for ending in dict.fromkeys((suffix, suffix.lower(), suffix.upper(), suffix.title())):
+                if image.with_name(stem + ending) in files:
+                    return image.with_name(stem + ending)
     return None

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from . import batch_faults, caption_faults, picture_faults
-from .dataset import Dataset
+from .dataset import Dataset, Sample
 from .findings import Finding, describe
 from .likeness import Likeness
 from .text_window import TextWindow
 
-__all__ = ["Finding", "Intent", "describe", "examine"]
+__all__ = ["Finding", "Intent", "describe", "examine", "exposed", "foreseen"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,26 @@ def examine(
         *picture_faults.duplicates(dataset.samples, pictures),
         *caption_faults.missing(dataset),
         *caption_faults.identical(dataset),
-        *caption_faults.too_long(dataset.samples, intent.text_window),
         *batch_faults.thin_buckets(trained),
+        *foreseen(dataset.samples, intent),
+    )
+
+
+def foreseen(samples: Sequence[Sample], intent: Intent) -> tuple[Finding, ...]:
+    """Return what ``intent`` alone brings up, for a node that knows more of the training than Load Dataset did."""
+    trained = [sample for sample in samples if not sample.is_validation]
+    return (
+        *caption_faults.too_long(samples, intent.text_window),
         *batch_faults.large_batch(trained, intent.batch_size),
         *batch_faults.exposure(trained, intent.steps, intent.batch_size),
     )
+
+
+def exposed(shown: Sequence[batch_faults.Shown], steps: int, batch_size: int) -> tuple[Finding, ...]:
+    """Return whether ``steps`` show images too often or not at all, for LoRA Train, which knows both numbers.
+
+    Args:
+        shown: what is trained on: samples, or entries of a cache.
+        batch_size: draws in a step, those of all accumulated batches.
+    """
+    return tuple(batch_faults.exposure(shown, steps, batch_size))

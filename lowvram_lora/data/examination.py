@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..errors import PathError
 from .contact import contact_sheet, legend
 from .dataset import Dataset
-from .doctor import describe, examine
+from .doctor import Intent, describe, examine
 from .likeness import Likeness
 from .measuring import LIKENESS, OnProgress, likenesses, measure, no_progress
 
@@ -30,7 +30,12 @@ class Examination:
     picture: npt.NDArray[np.uint8]
 
 
-def examination(dataset: Dataset, store_root: Path | None = None, on_progress: OnProgress = no_progress) -> Examination:
+def examination(
+    dataset: Dataset,
+    store_root: Path | None = None,
+    on_progress: OnProgress = no_progress,
+    intent: Intent | None = None,
+) -> Examination:
     """Look at every picture of ``dataset``, and return what there is to put right.
 
     A picture that can't be read any more only leaves near-duplicates unfound; who needs it will say so.
@@ -38,6 +43,7 @@ def examination(dataset: Dataset, store_root: Path | None = None, on_progress: O
     Args:
         store_root: where measures are kept by content; None keeps nothing.
         on_progress: as for ``measuring.measure``.
+        intent: what is known of the training to come.
     """
     pictures: list[Likeness] | None = None
     note = ""
@@ -46,5 +52,5 @@ def examination(dataset: Dataset, store_root: Path | None = None, on_progress: O
     except PathError as error:
         note = f"\nNear-duplicates were not looked for: {error}"
     shown = dataset.samples[:MAX_SHOWN]
-    lines = [describe(examine(dataset, pictures=pictures)) + note, "On the picture:", *legend(shown)]
+    lines = [describe(examine(dataset, intent, pictures)) + note, "On the picture:", *legend(shown)]
     return Examination("\n".join(lines), contact_sheet(shown, dataset.config.background))

@@ -35,11 +35,13 @@ def too_small(dataset: Dataset) -> Iterator[Finding]:
     asked = dataset.config.resolution**2
     areas = [math.prod(sample.image_size_px) for sample in dataset.samples]
     tiny = [sample for sample, area in zip(dataset.samples, areas, strict=True) if area < _TINY_SHARE * asked]
+    is_enlarged = dataset.config.upscale
     if tiny:
+        harm = "enlarged they teach blur" if is_enlarged else "at their own size they teach little detail"
         yield Finding(
             "tiny images",
             f"{counted(len(tiny), 'image has', 'images have')} less than a quarter of the pixels of "
-            f"resolution {dataset.config.resolution}: enlarged they teach blur. Use larger copies or leave them out.",
+            f"resolution {dataset.config.resolution}: {harm}. Use larger copies or leave them out.",
             tuple(Group(_size(sample), (sample.name,)) for sample in tiny),
         )
     median = statistics.median(areas) if areas else asked
@@ -49,10 +51,11 @@ def too_small(dataset: Dataset) -> Iterator[Finding]:
         small = [
             sample.name for sample, area in zip(dataset.samples, areas, strict=True) if area < _SMALL_SHARE * asked
         ]
+        harm = "which costs memory and time and shows nothing more" if is_enlarged else "and train at their own size"
         yield Finding(
             "resolution above the images",
             f"{len(small)} of {len(areas)} images have less than half the pixels of resolution "
-            f"{dataset.config.resolution}, which costs memory and time and shows nothing more. "
+            f"{dataset.config.resolution}, {harm}. "
             f"Set resolution to about {fitting}.",
             (Group("", tuple(small)),),
         )

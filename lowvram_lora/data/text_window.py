@@ -16,26 +16,41 @@ def rough_pieces(caption: str) -> list[str]:
     return _PIECE.findall(caption)
 
 
+def by_pieces(pieces: Callable[[str], Sequence[str]]) -> Callable[[str, int], tuple[int, str]]:
+    """Return a reader for ``TextWindow`` from what splits a caption into texts that, joined, are the caption."""
+
+    def read(caption: str, num_tokens: int) -> tuple[int, str]:
+        parts = pieces(caption)
+        return len(parts), "".join(parts[num_tokens:]).strip()
+
+    return read
+
+
+rough = by_pieces(rough_pieces)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextWindow:
     """What a text encoder reads at once.
 
     Attributes:
         num_tokens: without those that mark start and end: 75 for CLIP.
-        pieces: splits a caption into the texts of its tokens; joined they are the caption.
+        read: takes a caption and ``num_tokens``; returns the caption's number of tokens (an upper limit where it fits)
+            and the text beyond the window.
         is_chunked: whether a longer caption is read in several windows, as the host does for CLIP, instead of cut.
+        unlimited: names of the encoders beside it that read a caption of any length at once.
     """
 
     num_tokens: int
-    pieces: Callable[[str], Sequence[str]] = rough_pieces
+    read: Callable[[str, int], tuple[int, str]] = rough
     is_chunked: bool = False
+    unlimited: tuple[str, ...] = ()
 
     @property
     def is_exact(self) -> bool:
-        """Whether the pieces are those of a tokenizer."""
-        return self.pieces is not rough_pieces
+        """Whether a tokenizer counts."""
+        return self.read is not rough
 
     def left_over(self, caption: str) -> tuple[int, str]:
         """Return the caption's number of tokens and the text beyond the first window, empty if it fits."""
-        pieces = self.pieces(caption)
-        return len(pieces), "".join(pieces[self.num_tokens :]).strip()
+        return self.read(caption, self.num_tokens)

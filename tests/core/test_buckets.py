@@ -21,6 +21,16 @@ def test_every_size_gets_a_bucket_within_the_limits(height: int, width: int, res
     assert max(bucket) <= MAX_ASPECT * min(bucket)
 
 
+def test_limits_between_two_steps_are_met_by_whole_steps_and_near_equal_shapes_share_a_bucket() -> None:
+    """a30"""
+    buckets = buckets_of(DataConfig(folder="", resolution=512, min_side=300, max_side=700))
+    found = {buckets.for_image((1000, width)) for width in (400, 1000, 2500)}
+    assert len(found) == 3
+    assert all(side % 64 == 0 and 300 <= side <= 700 for bucket in found for side in bucket)
+    square = bucket_for((5000, 5000), 512, 64)
+    assert bucket_for((5000, 5002), 512, 64) == bucket_for((5002, 5000), 512, 64) == square
+
+
 @settings(deadline=None)
 @given(SIDES, SIDES, st.sampled_from([512, 768, 1000, 1024]))
 def test_a_turned_image_gets_the_turned_bucket(height: int, width: int, resolution: int) -> None:

@@ -81,6 +81,12 @@ def test_upper_case_endings_and_spaces(tmp_path: Path) -> None:
     assert caption_of(tmp_path, "my cat.png") == "a cat"
 
 
+@pytest.mark.parametrize("suffix", [".txt", ".Txt", ".TXT"])
+def test_the_case_of_a_caption_files_ending_does_not_matter(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"猫{suffix}").write_text("a cat", encoding="utf-8")
+    assert caption_of(tmp_path, "猫.png") == "a cat"
+
+
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_all_lines_are_kept_and_their_ends_do_not_matter(tmp_path: Path, end: str) -> None:
     (tmp_path / "a.txt").write_bytes(end.join(("a cat", "", "on a sill", "")).encode())

@@ -10,10 +10,11 @@ import pytest
 from PIL import Image
 
 from lowvram_lora.config import DataConfig
-from lowvram_lora.data.doctor import Finding, Intent, describe, examine
+from lowvram_lora.data.doctor import Finding, Intent, describe, examine, exposed, foreseen
+from lowvram_lora.data.index import CacheEntry
 from lowvram_lora.data.measuring import LIKENESS, likenesses, measure
 from lowvram_lora.data.scan import Dataset, scan
-from lowvram_lora.data.text_window import TextWindow, rough_pieces
+from lowvram_lora.data.text_window import TextWindow, by_pieces, rough_pieces
 
 
 def add(folder: Path, name: str, caption: str | None = "", size: tuple[int, int] = (256, 256), seed: int = 0) -> None:
@@ -162,7 +163,7 @@ def test_what_would_be_cut_of_a_caption_is_shown(tmp_path: Path) -> None:
 
     found = the(
         "captions too long",
-        examine(scanned(tmp_path), Intent(text_window=TextWindow(num_tokens=4, pieces=words))),
+        examine(scanned(tmp_path), Intent(text_window=TextWindow(num_tokens=4, read=by_pieces(words)))),
     )
     (group,) = found.groups
     assert group.names == ("a.png",)
@@ -175,6 +176,44 @@ def test_a_window_that_is_read_in_parts_cuts_nothing(tmp_path: Path) -> None:
     window = TextWindow(num_tokens=75, is_chunked=True)
     found = the("captions too long", examine(scanned(tmp_path), Intent(text_window=window)))
     assert "All is read" in found.sentence and "about 100 tokens" in found.groups[0].label
+    assert "is cut" not in found.sentence and "first part alone" in found.sentence
+
+
+def test_an_encoder_that_reads_everything_at_once_is_named_beside_the_window(tmp_path: Path) -> None:
+    add(tmp_path, "a.png", "red " * 100)
+    window = TextWindow(num_tokens=75, is_chunked=True, unlimited=("t5xxl",))
+    found = the("captions too long", foreseen(scanned(tmp_path).samples, Intent(text_window=window)))
+    assert "t5xxl at once" in found.sentence
+
+
+def test_entries_of_a_cache_are_counted_as_the_samples_they_are_of(tmp_path: Path) -> None:
+    for number in range(5):
+        add(tmp_path, f"{number}.png", size=(64, 64))
+    samples = scanned(tmp_path, resolution=64).samples
+    entries = [CacheEntry.single(sample.name, "l", "t", (4, 8, 8), sample.repeats) for sample in samples]
+    for steps in (1, 100, 1000):
+        assert exposed(entries, steps, 2) == foreseen(samples, Intent(steps=steps, batch_size=2))[-1:] * (steps != 100)
+    assert kinds(exposed(entries, 1000, 2)) == ["too few images for the steps"]
+
+
+def test_images_that_keep_their_size_are_not_said_to_be_enlarged(tmp_path: Path) -> None:
+    add(tmp_path, "a.png", size=(100, 100))
+    enlarged, kept = (examine(scanned(tmp_path, upscale=upscale)) for upscale in (True, False))
+    for kind in ("tiny images", "resolution above the images"):
+        assert the(kind, enlarged).sentence != the(kind, kept).sentence
+    assert "enlarged" in describe(enlarged) and "costs memory" in describe(enlarged)
+    assert "enlarged" not in describe(kept) and "costs memory" not in describe(kept)
+
+
+def test_a_node_further_down_hears_what_its_knowledge_brings_up_and_nothing_else(tmp_path: Path) -> None:
+    add(tmp_path, "a.png", "red " * 100)
+    add(tmp_path, "b.png", None, size=(20, 20))
+    dataset = scanned(tmp_path)
+    assert foreseen(dataset.samples, Intent()) == ()
+    intent = Intent(steps=500, batch_size=4, text_window=TextWindow(num_tokens=75))
+    more = foreseen(dataset.samples, intent)
+    assert set(more) == set(examine(dataset, intent)) - set(examine(dataset))
+    assert kinds(more) == ["captions too long", "batch larger than a bucket", "too few images for the steps"]
 
 
 @pytest.mark.parametrize(

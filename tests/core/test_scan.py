@@ -122,6 +122,15 @@ def test_endings_in_any_case(tmp_path: Path) -> None:
     assert sorted(names(scan_in(tmp_path))) == ["IMG_1.JPG", "b.Png", "c.JpEg"]
 
 
+@pytest.mark.parametrize("name", ["日本語の写真", "é à ü", "Ünïcödé 猫", "кошка", "🐈"])
+def test_folders_and_files_may_have_any_letters(tmp_path: Path, name: str) -> None:
+    """a35"""
+    picture(tmp_path / name / f"{name}.png")
+    (tmp_path / name / f"{name}.txt").write_text("一只猫", encoding="utf-8")
+    (sample,) = scan_in(tmp_path, name).samples
+    assert sample.name == f"{name}.png" and sample.captions == ("一只猫",)
+
+
 def test_every_stated_format_is_read(tmp_path: Path) -> None:
     endings = ("png", "jpg", "jpeg", "webp", "bmp", "gif", "tif", "tiff")
     for ending in endings:
