@@ -59,6 +59,11 @@ def cache_root() -> Path:
     return Path(folder_paths.get_user_directory()) / "lowvram_lora" / "cache"
 
 
+def measures_root() -> Path:
+    """Return the folder that holds what is known of pictures by their content."""
+    return cache_root() / "measures"
+
+
 def images_root() -> Path:
     """Return the folder that holds images from other nodes as files; the host empties it when it starts."""
     return Path(folder_paths.get_temp_directory()) / "lowvram_lora" / "images"

@@ -11,7 +11,7 @@ from ..lowvram_lora.config import ComplexityConfig
 from ..lowvram_lora.data.complexity import report, score
 from ..lowvram_lora.data.overview import overview
 from ..lowvram_lora.data.scan import Dataset
-from ._host import Progress, cache_root, reported, schema
+from ._host import Progress, measures_root, reported, schema
 
 DEFAULTS = {field.name: field.default for field in fields(ComplexityConfig)}
 DatasetType = io.Custom("LOWVRAM_DATASET")
@@ -61,7 +61,7 @@ class ScoreComplexity(io.ComfyNode):
         scored = score(
             dataset,
             ComplexityConfig(**widgets),
-            cache_root() / "measures",
+            measures_root(),
             lambda done, _total, text: progress.update(done, text),
         )
         return reported(scored, report=report(scored), node_id=cls.hidden.unique_id, picture=overview(scored))

@@ -14,7 +14,7 @@ from ..lowvram_lora.data.examination import examination
 from ..lowvram_lora.data.image_input import captions_for, write_images
 from ..lowvram_lora.data.scan import folder_fingerprint, report, scan
 from ..lowvram_lora.errors import LowVramLoraError
-from ._host import Progress, cache_root, choice, dataset_roots, images_root, reported, schema
+from ._host import Progress, choice, dataset_roots, images_root, measures_root, reported, schema
 from ._text import window_of
 
 DEFAULTS = {field.name: field.default for field in fields(DataConfig)}
@@ -70,10 +70,10 @@ class LoadDataset(io.ComfyNode):
             widgets, roots = {**widgets, "folder": str(written)}, (images_root(),)
         else:
             require(not captions, "captions", captions, "unconnected without images; a folder has its own captions")
-        dataset = scan(DataConfig(**widgets), roots, _shown(Progress(100, cls.hidden.unique_id)))
+        on_read, on_look = (_shown(Progress(100, cls.hidden.unique_id)) for _ in range(2))
+        dataset = scan(DataConfig(**widgets), roots, on_read, store_root=measures_root())
         intent = _intent(clip, planned_steps, planned_batch_size)
-        on_look = _shown(Progress(100, cls.hidden.unique_id))
-        examined = examination(dataset, cache_root() / "measures", on_look, intent)
+        examined = examination(dataset, measures_root(), on_look, intent)
         text = f"{report(dataset)}\n{examined.text}"
         return reported(dataset, report=text, node_id=cls.hidden.unique_id, picture=examined.picture)
 

@@ -11,6 +11,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..lowvram_lora import config as cfg
+from ..lowvram_lora.data.doctor import describe, exposed
 from ..lowvram_lora.events import Finished, Lowered, Noted, Planning, Started, Stepped
 from ..lowvram_lora.training.job import Job
 from ..lowvram_lora.training.report import describe_run
@@ -68,9 +69,16 @@ class LoraTrain(io.ComfyNode):
         with _host.outside_inference_mode():
             followed = _follow(job, progress)
         finished, record = followed.finished, followed.finished.record
-        report = describe_run(record, finished.path, followed.plan, followed.notes, finished.reused)
+        notes = (*followed.notes, *_foreseen(batches, config))
+        report = describe_run(record, finished.path, followed.plan, notes, finished.reused)
         outputs = with_lora(model, record.lora), record.lora, {"loss": list(record.losses)}
         return _host.reported(*outputs, report=report, node_id=cls.hidden.unique_id)
+
+
+def _foreseen(batches: Any, config: cfg.TrainConfig) -> list[str]:
+    """Return what the doctor says once the steps are known."""
+    found = exposed(batches.cache.entries, config.steps, batches.config.batch_size * config.optim.accumulation)
+    return [describe(found)] if found else []
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,7 +81,7 @@ def exposure(samples: Sequence[Shown], steps: int | None, batch_size: int | None
             f"{asked} show {counted(len(often), 'image')} of {len(samples)} up to {epochs * most:.0f} times each. "
             f"Overfitting begins somewhere there (20 images for 50 epochs are {MANY_VIEWS} times each): previews "
             "repeat the poses and backgrounds of the dataset whatever the prompt says, and the loss goes on falling "
-            f"while that of held-out images rises. Use {fewer} steps or fewer, more images, or an earlier checkpoint.",
+            f"while that of held-out images rises. Use {fewer} steps or fewer, or more images.",
             (Group("", tuple(sample.name for sample in often)),),
         )
     if epochs < 1:

@@ -56,7 +56,7 @@ def legend(samples: Sequence[Sample], first_number: int = 1) -> list[str]:
 
 def _tile(sample: Sample, background: str) -> Image.Image:
     try:
-        return small_copy(decode(sample.image.read_bytes(), sample.image).image, background, TILE_PX)
+        return small_copy(decode(sample.image.read_bytes(), sample.image, TILE_PX).image, background, TILE_PX)
     except (OSError, PathError):
         return _crossed_out()
 
