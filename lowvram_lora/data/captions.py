@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Collection, Sequence
+import unicodedata
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,9 +107,17 @@ def _is_latin(character: str) -> bool:
 
 
 def _find(image: Path, suffixes: Sequence[str], files: Collection[Path]) -> Path | None:
+    stems = [form for stem in (image.stem, image.name) for form in _spellings(stem)]
     for suffix in suffixes:
-        for stem in (image.stem, image.name):
+        for stem in stems:
             for ending in dict.fromkeys((suffix, suffix.lower(), suffix.upper(), suffix.title())):
                 if image.with_name(stem + ending) in files:
                     return image.with_name(stem + ending)
     return None
+
+
+def _spellings(name: str) -> Iterable[str]:
+    """Return ``name``, and as other systems write it: macOS takes letters and their accents apart."""
+    if name.isascii():
+        return (name,)
+    return dict.fromkeys((name, unicodedata.normalize("NFC", name), unicodedata.normalize("NFD", name)))

@@ -1,9 +1,11 @@
 import os
 import struct
+import unicodedata
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -113,6 +115,17 @@ def test_what_systems_leave_behind_is_passed_over_in_silence(tmp_path: Path) -> 
     assert names(dataset) == ["a.jpg"]
     assert dataset.skipped == ()
     assert "db" not in " ".join(dataset.notes)
+
+
+@pytest.mark.parametrize(("picture_form", "caption_form"), [("NFC", "NFD"), ("NFD", "NFC")])
+def test_a_caption_is_found_however_a_system_spells_its_accents(
+    tmp_path: Path, picture_form: Literal["NFC", "NFD"], caption_form: Literal["NFC", "NFD"]
+) -> None:
+    picture(tmp_path / f"{unicodedata.normalize(picture_form, 'Müller é')}.png")
+    file = tmp_path / f"{unicodedata.normalize(caption_form, 'Müller é')}.txt"
+    file.write_text("a portrait", encoding="utf-8")
+    (sample,) = scan_in(tmp_path).samples
+    assert sample.caption == "a portrait"
 
 
 def test_endings_in_any_case(tmp_path: Path) -> None:
