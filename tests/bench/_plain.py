@@ -166,7 +166,7 @@ class PlayedAutocast(TorchFunctionMode):
 _LOWER = {"linear", "conv2d", "matmul", "__matmul__", "bmm", "baddbmm", "mm", "addmm"}
 _FLOAT32 = {
     *("layer_norm", "group_norm", "softmax", "exp", "log", "rsqrt", "reciprocal", "pow", "__pow__", "cumsum"),
-    *("sum", "prod", "norm", "mse_loss"),
+    *("sum", "prod", "norm", "mse_loss", "rms_norm", "interpolate"),
 }
 
 

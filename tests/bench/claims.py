@@ -61,7 +61,9 @@ class Case:
 
 
 OF_MEMORY = (Case("sdxl", 4, 128, 77),)
-OF_TEXT = tuple(Case(family, batch, 128, rows) for family, batch in (("sdxl", 4), ("sd3", 4)) for rows in LENGTHS)
+OF_TEXT = tuple(
+    Case(family, batch, 128, rows) for family, batch in (("sdxl", 4), ("sd3", 4), ("flux", 1)) for rows in LENGTHS
+)
 OF_TECHNIQUES = (Case("sdxl", 4, 128, 77), Case("sd3", 4, 128, 1024))
 
 
