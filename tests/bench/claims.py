@@ -13,51 +13,23 @@ tokens; ``techniques``, what each of ours earns alone, and what all others lose 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.bench import _full_size, _plain
+from tests.bench._jobs import Case, Model, Ours, core_of, opened
 from tests.bench.memory import LARGE, mib
 
 PARTS = ("memory", "text", "techniques")
-RANK = 32
 SHARE_OF_MEMORY, SHARE_OF_TEXT = 0.60, 0.46
 """What is left of the script's bytes where 40 % and 54 % are saved."""
 LENGTHS = (512, 1024, 2048)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A job: square pictures, adapters on attention alone.
-
-    Attributes:
-        side: of the latents; an eighth of the picture's pixels.
-        text_rows: tokens of each caption.
-    """
-
-    family: str
-    batch: int
-    side: int
-    text_rows: int
-    rank: int = RANK
-
-    @property
-    def label(self) -> str:
-        """What it is, in words."""
-        return (
-            f"{self.family}, batch {self.batch}, {8 * self.side} px, {self.text_rows} text tokens, rank {self.rank}, "
-            "attention"
-        )
 
 
 OF_MEMORY = (Case("sdxl", 4, 128, 77),)
@@ -107,52 +79,6 @@ class Technique:
     off: Callable[[Ours], dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Ours:
-    """A job of ours, and what settings are made of.
-
-    Attributes:
-        layers: those that are adapted.
-        blocks: paths of all blocks.
-        matrices: paths of all layers whose weights may stay on the device.
-        ring_bytes: of the smallest ring.
-    """
-
-    core: Any
-    job: Any
-    layers: Any
-    blocks: frozenset[str]
-    matrices: frozenset[str]
-    ring_bytes: int
-
-    def setting(self, names: Sequence[str]) -> Any:
-        """Return the setting with the techniques of these names on, all others off."""
-        fields: dict[str, Any] = {}
-        for technique in TECHNIQUES:
-            fields |= technique.on(self) if technique.name in names else technique.off(self)
-        return self.core.memory.setting.Setting(**fields)
-
-    def counter(self, setting: Any) -> Any:
-        """Return the ledger of a step in ``setting``."""
-        prepare = self.core.training.prepare
-        prepared = prepare.Prepared(
-            config=self.job.config,
-            precision="bf16",
-            samples=prepare.samples_of(self.job),
-            setting=setting,
-            wishes=prepare.wishes_of(self.job.config, "bf16"),
-            device=prepare.device_facts(self.job),
-        )
-        return prepare.simulated(self.job, self.layers, prepared).counter
-
-    def space(self) -> tuple[Any, Any]:
-        """Return all ways to run the job, as a plan is chosen from them, and the device."""
-        prepare = self.core.training.prepare
-        device = prepare.device_facts(self.job)
-        facts, _ = prepare.facts_of(self.job, self.layers, "bf16", device)
-        return self.core.memory.search.Space(facts, device.rates, True, torch.float32, torch.float32), device
-
-
 TECHNIQUES = (
     Technique(
         "weights streamed",
@@ -173,6 +99,14 @@ TECHNIQUES = (
 ALL = tuple(technique.name for technique in TECHNIQUES)
 
 
+def setting(ours: Ours, names: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of the setting with the techniques of these names on, all others off."""
+    fields: dict[str, Any] = {}
+    for technique in TECHNIQUES:
+        fields |= technique.on(ours) if technique.name in names else technique.off(ours)
+    return fields
+
+
 class Bench:
     """Counts both sides.
 
@@ -182,19 +116,14 @@ class Bench:
         model: family to the host's MODEL without data.
     """
 
-    def __init__(
-        self, pack: Any, plain: dict[str, Any] | None = None, model: Callable[[str], Any] = _full_size.model
-    ) -> None:
-        self._pack, self._core = pack, pack.lowvram_lora
-        # What no node has imported yet.
-        for name in ("memory.simulate", "memory.search", "memory.setting", "memory.recompute", "training.prepare"):
-            importlib.import_module(f"{self._core.__name__}.{name}")
+    def __init__(self, pack: Any, plain: dict[str, Any] | None = None, model: Model = _full_size.model) -> None:
+        self._pack, self._core = pack, core_of(pack)
         self._plain, self._model = plain or _plain.PLAIN, model
 
     def against_script(self, case: Case, share: float) -> dict[str, Any]:
         """Return the bytes of both, and how fast ours goes in ``share`` of the script's."""
-        with self._ours(case) as ours:
-            on, off = (ours.counter(ours.setting(names)) for names in (ALL, ()))
+        with opened(self._pack, case, self._model) as ours:
+            on, off = (ours.counter(**setting(ours, names)) for names in (ALL, ()))
             space, device = ours.space()
             row: dict[str, Any] = {
                 "case": asdict(case),
@@ -223,10 +152,10 @@ class Bench:
 
     def techniques(self, case: Case) -> dict[str, Any]:
         """Return what each technique takes off alone, and what all others together take without it."""
-        with self._ours(case) as ours:
+        with opened(self._pack, case, self._model) as ours:
 
             def peak(names: Sequence[str]) -> float:
-                return mib(ours.counter(ours.setting(names)).peak)
+                return mib(ours.counter(**setting(ours, names)).peak)
 
             least, most = peak(ALL), peak(())
             rows = {
@@ -244,36 +173,6 @@ class Bench:
             "all_mib": least,
             "techniques": rows,
         }
-
-    @contextmanager
-    def _ours(self, case: Case) -> Iterator[Ours]:
-        core, memory = self._core, self._core.memory
-        with tempfile.TemporaryDirectory() as folder:
-            job = self._job(case, Path(folder))
-            network = job.denoiser.network
-            yield Ours(
-                core=core,
-                job=job,
-                layers=core.adapters.targets.select(network, job.config.lora.targets),
-                blocks=frozenset(memory.recompute.find_blocks(network)),
-                matrices=frozenset(path for path, _ in memory.frozen.matrices(network)),
-                ring_bytes=core.training.estimate.smallest_ring(job.denoiser),
-            )
-
-    def _job(self, case: Case, folder: Path) -> Any:
-        core, config = self._core, self._core.config
-        index = _full_size.cache(self._pack, case.family, 8 * case.side, case.batch, folder, case.text_rows)
-        return core.training.job.Job(
-            denoiser=self._pack.nodes._models.HostDenoiser(self._model(case.family)),
-            recipe=core.data.batches.BatchRecipe(index, config.SamplerConfig(batch_size=case.batch)),
-            config=config.TrainConfig(
-                precision="bf16", lora=config.LoraConfig(rank=case.rank, alpha=case.rank, targets="attention")
-            ),
-            hardware=core.fakes.FakeHardware(available_bytes=LARGE, total_bytes=LARGE),
-            cancel=core.fakes.FakeCancel(),
-            loras_root=folder,
-            store=core.training.record.RunStore(folder / "runs"),
-        )
 
 
 def _planned(core: Any, space: Any, device: Any, script_bytes: int, share: float) -> dict[str, Any]:
