@@ -94,7 +94,7 @@ class Bench:
     ) -> None:
         self._pack, self._say, self._folder, self._ways, self._epochs = pack, say, folder, ways, epochs
         self._rate, self._concept = quality.RATES["ours"], quality.CONCEPT
-        self._lesson = techniques.Lesson(pack, opened, self._concept, folder / "lesson", pictures)
+        self.lesson = techniques.Lesson(pack, opened, self._concept, folder / "lesson", pictures)
         self._judge = judge.judge(opened, self._concept, count)
 
     def measured(self, seeds: Sequence[int]) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class Bench:
         """Return what a way gives, its numbers, and what else there is to say of it."""
         host = self._pack.nodes._host
         with tempfile.TemporaryDirectory(dir=self._folder) as folder, host.outside_inference_mode():
-            drawn = self._lesson.drawn(self._ways[name], self._rate, seed, Path(folder), self._epochs)
+            drawn = self.lesson.drawn(self._ways[name], self._rate, seed, Path(folder), self._epochs)
             counted, seen, held = drawn.counted(), set(drawn.seen.values()), drawn.device_bytes()
             done = trainers.ran(drawn.job)
         # The first step makes what later ones find there.
