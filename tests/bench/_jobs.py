@@ -54,6 +54,7 @@ class Ours:
         blocks: paths of all blocks.
         matrices: paths of all layers whose weights may stay on the device.
         ring_bytes: of the smallest ring.
+        writes_in_place: by block, as the first step has found out.
     """
 
     core: Any
@@ -62,6 +63,7 @@ class Ours:
     blocks: frozenset[str]
     matrices: frozenset[str]
     ring_bytes: int
+    writes_in_place: dict[str, bool] = field(default_factory=dict)
 
     def counter(self, **setting: Any) -> Any:
         """Return the ledger of a step in the ``Setting`` of these fields."""
@@ -73,8 +75,11 @@ class Ours:
             setting=self.core.memory.setting.Setting(**setting),
             wishes=prepare.wishes_of(self.job.config, "bf16"),
             device=prepare.device_facts(self.job),
+            writes_in_place=self.writes_in_place,
         )
-        return prepare.simulated(self.job, self.layers, prepared).counter
+        run = prepare.simulated(self.job, self.layers, prepared)
+        self.writes_in_place.update(run.writes_in_place)
+        return run.counter
 
     def space(self) -> tuple[Any, Any]:
         """Return all lossless ways to run the job, as a plan is chosen from them, and the device."""
