@@ -160,7 +160,9 @@ class PlayedAutocast(TorchFunctionMode):
         is_trained = tensor.is_leaf and tensor.requires_grad
         if not is_trained or self._casts is None:
             return tensor.to(torch.bfloat16)
-        return self._casts.setdefault(id(tensor), tensor.to(torch.bfloat16))
+        if id(tensor) not in self._casts:
+            self._casts[id(tensor)] = tensor.to(torch.bfloat16)
+        return self._casts[id(tensor)]
 
 
 _LOWER = {"linear", "conv2d", "matmul", "__matmul__", "bmm", "baddbmm", "mm", "addmm"}

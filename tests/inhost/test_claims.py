@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.bench import _full_size, _plain, claims
+from tests.bench import _full_size, _plain, _techniques, claims, sparse
 from tests.bench._jobs import Case
 
 # Diffusers' networks with few and narrow blocks; what goes in is as at full size.
@@ -139,6 +139,22 @@ def test_a_plan_for_a_share_of_the_scripts_bytes_stays_in_it(bench: claims.Bench
         plan = script["plan"]
         assert plan["fits"] and plan["peak_mib"] <= 0.6 * script["mib"] + 0.1
         assert plan["modelled_time"] >= 1
+
+
+def test_the_steps_of_the_techniques_bench_run_with_and_without_local_attention(pack: Any, bench: claims.Bench) -> None:
+    local = {"local_attention_tokens": 1, "local_attention_window": 2}
+    rows = [
+        _techniques.step(pack, case, lambda _: tiny.sd3(torch.bfloat16)) for case in (CASE, replace(CASE, train=local))
+    ]
+    assert all(0 < row["recomputed_mib"] <= row["kept_mib"] for row in rows)
+    text = sparse.table(
+        {
+            "full_size": [{"technique": "local attention", "way": "on", "label": CASE.label, **row} for row in rows],
+            "latent_bytes": _techniques.encoded(pack.lowvram_lora),
+            "seconds": 1.0,
+        }
+    )
+    assert "local attention, on (sd3)" in text and "half" in text
 
 
 def test_without_a_share_nothing_is_planned(bench: claims.Bench) -> None:
