@@ -165,13 +165,18 @@ def _newer_fields(kind: Family) -> dict[str, Any]:
     return {"txt_ids_dims": []} if "txt_ids_dims" in FluxParams.__dataclass_fields__ else {}
 
 
-def cache(pack: Any, family: str, resolution: int, num: int, folder: Path) -> Any:
-    """Write a sample of ``family`` at ``resolution`` pixels a side; return a cache that holds it ``num`` times."""
+def cache(pack: Any, family: str, resolution: int, num: int, folder: Path, text_rows: int = 0) -> Any:
+    """Write a sample of ``family`` at ``resolution`` pixels a side; return a cache that holds it ``num`` times.
+
+    Args:
+        text_rows: of its caption; 0 for as many as the family's captions have at least.
+    """
     kind, core = FAMILIES[family], pack.lowvram_lora
+    rows = text_rows or kind.context[0]
     store, parts = core.data.store, core.data.cache
     latents = torch.zeros(kind.channels, resolution // 8, resolution // 8)
     extra = {"pooled_output": torch.zeros(1, kind.vector)} if kind.vector else {}
-    encoding = core.data.encodings.pack([[torch.zeros(1, *kind.context), extra]])
+    encoding = core.data.encodings.pack([[torch.zeros(1, rows, kind.context[1]), extra]])
     store.write(store.path_of(folder, "latents", "aa"), {parts.LATENTS: latents}, {})
     store.write(store.path_of(folder, "text", "bb"), encoding.tensors, {parts.STRUCTURE: encoding.structure})
     entry = parts.CacheEntry.single("zeros", "aa", "bb", tuple(latents.shape), 1)

@@ -12,7 +12,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from lowvram_lora.data import store
 from lowvram_lora.data.batches import BatchRecipe
 from lowvram_lora.data.cache import LATENTS, STRUCTURE, CacheEntry, CacheIndex
 from lowvram_lora.data.encodings import pack
-from lowvram_lora.events import Finished, Stepped
+from lowvram_lora.events import Finished, Noted, Stepped
 from lowvram_lora.fakes import FakeCancel, FakeHardware, LateTransfers
 from lowvram_lora.memory.frozen import matrices
 from lowvram_lora.memory.recompute import find_blocks
@@ -35,7 +35,7 @@ from lowvram_lora.training import estimate, loop, prepare
 from lowvram_lora.training import run as run_module
 from lowvram_lora.training.attached import Engine
 from lowvram_lora.training.job import Job
-from lowvram_lora.training.record import RunStore
+from lowvram_lora.training.record import Record, RunStore
 
 from .task import ALPHA, BATCH, RANK, TARGETS, Task, Taught, fresh_model
 
@@ -82,16 +82,33 @@ def ours_off(host_pack: Any, task: Task, rate: float, seed: int) -> Taught:
 def _trained(host_pack: Any, task: Task, rate: float, seed: int, technique: Any) -> Taught:
     with tempfile.TemporaryDirectory() as folder, host_pack.nodes._host.outside_inference_mode():
         job = job_of(host_pack, task, rate, seed, Path(folder))
-        seconds, finished = [], None
         with _techniques(technique and technique(job.denoiser)):
             job = job if technique is None else replace(job, transfers=lambda staging_bytes: LateTransfers())
-            for event in run_module.run(job):
-                if isinstance(event, Stepped):
-                    seconds.append(event.seconds_per_step)
-                if isinstance(event, Finished):
-                    finished = event
-        assert finished is not None
-        return Taught(finished.record.lora, finished.record.losses, statistics.median(seconds))
+            done = ran(job)
+        return Taught(done.record.lora, done.record.losses, statistics.median(done.seconds))
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A run that came to its end: what is kept of it, the seconds of each step, and what it told on the way."""
+
+    record: Record
+    seconds: tuple[float, ...]
+    notes: tuple[str, ...]
+
+
+def ran(job: Job) -> Ran:
+    """Run ``job`` to its end."""
+    seconds, notes, record = [], [], None
+    for event in run_module.run(job):
+        if isinstance(event, Stepped):
+            seconds.append(event.seconds_per_step)
+        if isinstance(event, Noted):
+            notes.append(event.text)
+        if isinstance(event, Finished):
+            record = event.record
+    assert record is not None
+    return Ran(record, tuple(seconds), tuple(notes))
 
 
 @contextmanager
@@ -111,17 +128,29 @@ def _techniques(setting: Setting | None) -> Iterator[None]:
 
 def job_of(host_pack: Any, task: Task, rate: float, seed: int, folder: Path) -> Job:
     """Return the task as a job of ours in float32 whose files all go under ``folder``."""
+    recipe = BatchRecipe(_cache(task, folder / "cache"), SamplerConfig(batch_size=BATCH, seed=seed))
+    return job_on(host_pack, recipe, config_of(task.samples // BATCH, rate, seed), folder)
+
+
+def config_of(steps: int, rate: float, seed: int, **changes: Any) -> TrainConfig:
+    """Return the settings that every training has; ``changes`` are other fields."""
+    return TrainConfig(
+        steps=steps,
+        seed=seed,
+        precision="fp32",
+        recompute=False,
+        lora=LoraConfig(rank=RANK, alpha=ALPHA, targets=TARGETS),
+        optim=OptimConfig(learning_rate=rate),
+        **changes,
+    )
+
+
+def job_on(host_pack: Any, recipe: BatchRecipe, config: TrainConfig, folder: Path) -> Job:
+    """Return a job on a base model of its own, whose files go under ``folder``."""
     return Job(
         denoiser=host_pack.nodes._models.HostDenoiser(fresh_model()),
-        recipe=BatchRecipe(_cache(task, folder / "cache"), SamplerConfig(batch_size=BATCH, seed=seed)),
-        config=TrainConfig(
-            steps=task.samples // BATCH,
-            seed=seed,
-            precision="fp32",
-            recompute=False,
-            lora=LoraConfig(rank=RANK, alpha=ALPHA, targets=TARGETS),
-            optim=OptimConfig(learning_rate=rate),
-        ),
+        recipe=recipe,
+        config=config,
         hardware=FakeHardware(),
         cancel=FakeCancel(),
         loras_root=folder / "loras",
