@@ -81,8 +81,11 @@ def _step(low: StepFacts, high: StepFacts, share: Fraction) -> StepFacts:
 
 
 def _block(low: BlockFacts, high: BlockFacts, share: Fraction) -> BlockFacts:
+    pairs = {name: (getattr(low, name), getattr(high, name)) for name in _BLOCK}
     numbers: dict[str, Any] = {
-        name: _mixed(getattr(low, name), getattr(high, name), share, up=name not in _TAKEN_OFF) for name in _BLOCK
+        # What is too small to wait in RAM is none, and from where on it does so is not known.
+        name: 0 if name in _TAKEN_OFF and not min(pair) else _mixed(*pair, share, up=name not in _TAKEN_OFF)
+        for name, pair in pairs.items()
     }
     return replace(high, **numbers, in_parts=None)
 
