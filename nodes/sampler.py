@@ -32,8 +32,8 @@ class SparseBatchSampler(io.ComfyNode):
                     default=DEFAULTS["batch_size"],
                     min=0,
                     max=256,
-                    tooltip="Samples in a batch. More needs more VRAM. 0 takes the preset for the pictures' resolution: 8 "
-                    "up to 512, 4 up to 768, 2 up to 1024, else 1.",
+                    tooltip="Samples in a batch. More needs more VRAM. 0 takes the preset for the pictures' resolution: "
+                    "8 up to 512, 4 up to 768, 2 up to 1024, else 1.",
                 ),
                 choice(
                     "strategy",
@@ -54,8 +54,8 @@ class SparseBatchSampler(io.ComfyNode):
                     "adaptive_batch",
                     default=DEFAULTS["adaptive_batch"],
                     optional=True,
-                    tooltip="Let LoRA Train make batches larger, up to 4 x batch_size, for each size of picture: as many "
-                    "as fit into its VRAM budget at no sample's cost. Without VRAM to plan: by tokens.",
+                    tooltip="Let LoRA Train make batches larger, up to 4 x batch_size, for each size of picture: as "
+                    "many as fit into its VRAM budget at no sample's cost. Without VRAM to plan: by tokens.",
                 ),
             ],
             outputs=[

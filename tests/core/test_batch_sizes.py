@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from lowvram_lora import fakes
+from lowvram_lora.adapters.targets import select
 from lowvram_lora.config import DataConfig, LoraConfig, SamplerConfig, TrainConfig
 from lowvram_lora.data.batches import BatchRecipe
 from lowvram_lora.data.cache import build
 from lowvram_lora.data.groups import by_shape
 from lowvram_lora.data.index import CacheIndex
 from lowvram_lora.data.scan import scan
+from lowvram_lora.errors import BudgetError
 from lowvram_lora.events import Finished
+from lowvram_lora.training import prepare
+from lowvram_lora.training.estimate import Simulator
 from lowvram_lora.training.job import Job
 from lowvram_lora.training.record import RunStore
 from lowvram_lora.training.report import describe_run
 from lowvram_lora.training.run import run
-from lowvram_lora.units import GIB, MIB
+from lowvram_lora.units import MIB
 
 LARGE, SMALL = "512x512", "256x256"
 
@@ -72,17 +78,48 @@ def test_with_room_for_all_a_batch_holds_four_times_the_base_size_and_the_report
     assert again.reused and "8 of" in describe_run(again.record, again.path, "", (), reused=True)
 
 
-def test_less_memory_gives_smaller_batches_of_large_pictures(index: CacheIndex, tmp_path: Path) -> None:
-    """Of both sizes between the base size and four times that, and of the larger pictures never more."""
+def test_every_full_batch_fits_the_budget_at_once_and_makes_no_sample_slower(index: CacheIndex, tmp_path: Path) -> None:
     seen = set()
-    for number, free in enumerate(range(66 * MIB, 90 * MIB, 4 * MIB)):
+    for number, free in enumerate(range(66 * MIB, 94 * MIB, 3 * MIB)):
+        job = job_of(index, tmp_path / str(number), free)
+        layers, device = select(job.denoiser.network, job.config.lora.targets), prepare.device_facts(job)
         try:
-            record = finish(job_of(index, tmp_path / str(number), free)).record
-        except Exception:  # noqa: S112, BLE001
+            made = prepare.prepare(job, layers, "fp32", device)
+        except BudgetError:
             continue
-        seen.add(record.metadata["ss_batch_sizes"])
-    print(seen)
-    assert len(seen) > 1
+        sizes = dict(made.samples.recipe.sizes)
+        small, large = sorted(sizes)
+        assert 2 <= sizes[large] <= sizes[small] <= 8
+        assert made.plan is not None
+        seen.add(tuple(sizes.values()))
+        if sizes[large] == 2:
+            continue
+        assert not made.setting.micro_batch
+        for shape, size in sizes.items():
+            simulator = Simulator(
+                denoiser=job.denoiser,
+                layers=layers,
+                config=made.config,
+                dtype=torch.float32,
+                samples=made.samples,
+                batch=(job.recipe.members()[shape].draw,) * size,
+                cancel=job.cancel,
+            )
+            peak = simulator.step(made.setting, made.writes_in_place).counter.peak
+            assert peak + made.plan.footprint.margin <= free
+        count = replace(job.recipe, config=replace(job.recipe.config, adaptive_batch=False))
+        base = prepare.prepare(replace(job, recipe=count), layers, "fp32", device).plan
+        assert base is not None
+        assert made.plan.pace.seconds / made.plan.facts.batch_size <= base.pace.seconds / 2 * 1.01
+    assert len(seen) > 3
+
+
+def test_less_than_the_base_size_needs_at_once_keeps_the_base_size(index: CacheIndex, tmp_path: Path) -> None:
+    with pytest.raises(BudgetError) as refused:
+        finish(job_of(index, tmp_path, 1 << 20))
+    assert refused.value.needed is not None
+    record = finish(job_of(index, tmp_path, refused.value.needed)).record
+    assert set(json.loads(record.metadata["ss_batch_sizes"]).values()) == {2}
 
 
 def test_the_unchanged_graph_is_not_trained_again_when_other_memory_is_free(index: CacheIndex, tmp_path: Path) -> None:
@@ -143,4 +180,3 @@ def test_of_what_goes_through_at_once_the_largest_is_planned_for(index: CacheInd
         planner = BatchRecipe(some, SamplerConfig(batch_size=8, strategy="bucketed", **options)).planner
         shapes = [some.image_of(planner.largest(size)[0]).latent_shape for size in (None, 1)]
         assert shapes == [small, large]
-    assert GIB > MIB
