@@ -32,7 +32,7 @@ class SparseBatchSampler(io.ComfyNode):
                     default=DEFAULTS["batch_size"],
                     min=0,
                     max=256,
-                    tooltip="Samples in a batch. More needs more VRAM. 0 takes the preset for the pictures' resolution: "
+                    tooltip="Samples in a batch. More needs more VRAM. 0 is the preset for the pictures' resolution: "
                     "8 up to 512, 4 up to 768, 2 up to 1024, else 1.",
                 ),
                 choice(
