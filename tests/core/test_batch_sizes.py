@@ -21,7 +21,7 @@ from lowvram_lora.data.groups import by_shape
 from lowvram_lora.data.index import CacheIndex
 from lowvram_lora.data.scan import scan
 from lowvram_lora.errors import BudgetError
-from lowvram_lora.events import Finished
+from lowvram_lora.events import Finished, Stepped
 from lowvram_lora.training import prepare
 from lowvram_lora.training.estimate import Simulator
 from lowvram_lora.training.job import Job
@@ -180,3 +180,33 @@ def test_of_what_goes_through_at_once_the_largest_is_planned_for(index: CacheInd
         planner = BatchRecipe(some, SamplerConfig(batch_size=8, strategy="bucketed", **options)).planner
         shapes = [some.image_of(planner.largest(size)[0]).latent_shape for size in (None, 1)]
         assert shapes == [small, large]
+
+
+def test_five_simulated_steps_tell_the_sizes(
+    index: CacheIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, count = job_of(index, tmp_path, 1 << 36), [0]
+    layers, device = select(job.denoiser.network, job.config.lora.targets), prepare.device_facts(job)
+    step, decide, steps = Simulator.step, prepare.decide, []
+
+    def counted(self: Simulator, *args: Any, **more: Any) -> Any:
+        count[0] += 1
+        return step(self, *args, **more)
+
+    def noted(*args: Any) -> Any:
+        found = decide(*args)
+        steps.append(count[0])
+        return found
+
+    monkeypatch.setattr(Simulator, "step", counted)
+    monkeypatch.setattr(prepare, "decide", noted)
+    prepare.prepare(job, layers, "fp32", device)
+    assert steps == [5]
+
+
+def test_a_cancelled_run_is_not_taken_for_the_one_that_was_asked_for(index: CacheIndex, tmp_path: Path) -> None:
+    job = job_of(index, tmp_path, 1 << 36)
+    events = run(job)
+    next(event for event in events if isinstance(event, Stepped))
+    events.close()
+    assert not finish(job).reused
