@@ -217,9 +217,11 @@ class SamplerConfig:
     """How Sparse Batch Sampler draws batches.
 
     Attributes:
-        batch_size: samples in a batch; with ``adaptive_batch`` the least that a full batch holds.
+        batch_size: samples in a batch; with ``adaptive_batch`` the least that a full batch holds. 0 is the preset for
+            the pictures' resolution, see ``data.tokens.PRESETS``.
         strategy: ``shuffle`` and ``ordered`` keep to batches of one latent shape; for the others see ``data.epochs``.
-        adaptive_batch: a batch is full at the tokens of ``batch_size`` of the dearest samples, not at their number.
+        adaptive_batch: a batch holds 1 to 4 x ``batch_size`` samples: as many of their size as fit into device memory,
+            or where there is none, as have the tokens of ``batch_size`` of the dearest.
     """
 
     batch_size: int = 1
@@ -228,7 +230,7 @@ class SamplerConfig:
     adaptive_batch: bool = False
 
     def __post_init__(self) -> None:
-        require(self.batch_size >= 1, "batch_size", self.batch_size, "1 or more")
+        require(self.batch_size >= 0, "batch_size", self.batch_size, "1 or more, or 0 for the preset")
         _require_choice("strategy", self.strategy, Strategy)
         require(0 <= self.seed <= MAX_SEED, "seed", self.seed, f"0 to {MAX_SEED}")
         counts = self.adaptive_batch and self.strategy == "ordered"

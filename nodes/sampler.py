@@ -30,9 +30,10 @@ class SparseBatchSampler(io.ComfyNode):
                 io.Int.Input(
                     "batch_size",
                     default=DEFAULTS["batch_size"],
-                    min=1,
+                    min=0,
                     max=256,
-                    tooltip="Samples in a batch. More needs more VRAM.",
+                    tooltip="Samples in a batch. More needs more VRAM. 0 is the preset for the pictures' resolution: "
+                    "8 up to 512, 4 up to 768, 2 up to 1024, else 1.",
                 ),
                 choice(
                     "strategy",
@@ -53,8 +54,8 @@ class SparseBatchSampler(io.ComfyNode):
                     "adaptive_batch",
                     default=DEFAULTS["adaptive_batch"],
                     optional=True,
-                    tooltip="Fill batches by tokens, not by number: as many as batch_size of the largest samples have, "
-                    "so of smaller ones more fit.",
+                    tooltip="Let LoRA Train make batches larger, up to 4 x batch_size, for each size of picture: as "
+                    "many as fit into its VRAM budget at no sample's cost. Without VRAM to plan: by tokens.",
                 ),
             ],
             outputs=[

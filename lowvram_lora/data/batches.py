@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -14,7 +14,10 @@ from .bucketed import Bucketed
 from .dataset import digest_of
 from .draw import EMPTY_CAPTION, Batch, Draw, Epoch
 from .index import CacheIndex
-from .planned import Planned
+from .planned import Member, Planned
+from .population import Shape
+from .resolutions import label_of, resolution_of
+from .tokens import preset_size
 
 
 class Planner(Protocol):
@@ -37,8 +40,12 @@ class Planner(Protocol):
         """Return the ``k``-th batch, counted from 0 across epochs."""
         ...
 
-    def largest(self) -> Batch:
-        """Return draws of one latent shape that need at least as much as any that go through the network together."""
+    def largest(self, at_most: int | None = None) -> Batch:
+        """Return draws of one latent shape that need at least as much as any that go through the network together.
+
+        Args:
+            at_most: only so many of a batch do so; what is returned may be more, of which so many need the most.
+        """
         ...
 
     def lines(self) -> Iterable[str]:
@@ -50,11 +57,15 @@ class Planner(Protocol):
         ...
 
 
-def planner_for(cache: CacheIndex, config: SamplerConfig) -> Planner:
-    """Return what plans ``config.strategy``."""
+def planner_for(cache: CacheIndex, config: SamplerConfig, sizes: Mapping[Shape, int] | None = None) -> Planner:
+    """Return what plans ``config.strategy``.
+
+    Args:
+        sizes: with ``adaptive_batch``, how many samples of each latent shape fit a batch, where that is known.
+    """
     if config.strategy in ("shuffle", "ordered") and not config.adaptive_batch:
         return Bucketed(cache, config)
-    return Planned(cache, config)
+    return Planned(cache, config, sizes)
 
 
 @dataclass(frozen=True)
@@ -63,21 +74,48 @@ class BatchRecipe:
 
     Every epoch shows each sample exactly ``repeats`` times.
 
+    Attributes:
+        config: with the preset in place of a ``batch_size`` of 0.
+        sizes: with ``adaptive_batch``, latent shapes and how many samples of each fit a batch; empty until LoRA Train
+            has asked the plan's memory model.
+
     Raises:
         DatasetError: the cache has no entries.
     """
 
     cache: CacheIndex
     config: SamplerConfig
+    sizes: tuple[tuple[Shape, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.cache.entries:
             raise DatasetError(["the cache holds no samples; connect a dataset to Build Tiered Cache"])
+        if not self.config.batch_size:
+            preset = preset_size(resolution_of(self.cache.entries))
+            object.__setattr__(self, "config", replace(self.config, batch_size=preset))
 
     @cached_property
     def planner(self) -> Planner:
         """What decides who goes with whom."""
-        return planner_for(self.cache, self.config)
+        return planner_for(self.cache, self.config, dict(self.sizes))
+
+    @property
+    def asks_memory(self) -> bool:
+        """Whether it is left to device memory how many samples make a batch."""
+        return self.config.adaptive_batch and not self.sizes
+
+    def members(self) -> dict[Shape, Member]:
+        """Return what can be drawn in an epoch, by latent shape; of a recipe that asks memory."""
+        return Planned(self.cache, self.config).members()
+
+    def sizes_by_resolution(self) -> dict[str, int]:
+        """Return how many samples of each size, in words, fit a batch; empty where that was not asked."""
+        sizes, found = dict(self.sizes), {}
+        for entry in self.cache.entries:
+            for encoded in entry.scales:
+                if encoded.latent_shape in sizes:
+                    found[label_of(entry, encoded)] = sizes[encoded.latent_shape]
+        return found
 
     @property
     def batches_per_epoch(self) -> int:

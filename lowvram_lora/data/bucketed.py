@@ -55,9 +55,9 @@ class Bucketed:
         n, position = divmod(k, self.batches_per_epoch)
         return self.epoch(n)[position]
 
-    def largest(self) -> Batch:
+    def largest(self, at_most: int | None = None) -> Batch:
         """Return the batch with the most latents; each epoch has one like it."""
-        return heaviest(self._cache, self.epoch(0))
+        return heaviest(self._cache, self.epoch(0), at_most)
 
     def determining(self) -> tuple[Any, ...]:
         """Return nothing: settings and encodings decide all."""

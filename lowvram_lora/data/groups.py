@@ -18,10 +18,19 @@ def by_shape(cache: CacheIndex, batch: Batch) -> dict[tuple[int, ...], Batch]:
     return groups
 
 
-def heaviest(cache: CacheIndex, batches: Iterable[Batch]) -> Batch:
-    """Return the draws of one shape in one of ``batches`` that have the most latents together."""
+def heaviest(cache: CacheIndex, batches: Iterable[Batch], at_most: int | None = None) -> Batch:
+    """Return the draws of one shape in one of ``batches`` that have the most latents together.
+
+    Args:
+        at_most: so many of them go through the network at once; the latents of no more than these count.
+    """
     most: dict[tuple[int, ...], Batch] = {}
     for batch in batches:
         for shape, group in by_shape(cache, batch).items():
             most[shape] = max(most.get(shape, ()), group, key=len)
-    return max(most.items(), key=lambda found: len(found[1]) * math.prod(found[0]))[1]
+    return max(most.items(), key=lambda found: latents_at_once(found[0], found[1], at_most))[1]
+
+
+def latents_at_once(shape: tuple[int, ...], group: Batch, at_most: int | None) -> int:
+    """Return the numbers in the latents of ``group``, all of one ``shape``, of which ``at_most`` are taken at once."""
+    return min(len(group), at_most or len(group)) * math.prod(shape)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -16,11 +16,12 @@ from ..config import SamplerConfig
 from .draw import Batch, Draw, Epoch
 from .epochs import EpochConfig, EpochPlanner, PlannedStrategy
 from .features import Features
+from .groups import latents_at_once
 from .index import CacheEntry, CacheIndex
 from .outlook import Outlook, gain_line
 from .place import PlannedBatch
-from .population import Candidate, Configuration, Population
-from .tokens import Limit, budget_of, by_count, by_tokens, latent_tokens
+from .population import Candidate, Configuration, Population, Shape
+from .tokens import MOST_TIMES_BASE, Limit, budget_of, by_count, by_memory, by_tokens, latent_tokens
 from .traits import unpacked
 
 # Raise it when the same settings and samples give other batches.
@@ -58,21 +59,46 @@ def population_of(cache: CacheIndex) -> Population:
     )
 
 
-def limit_of(population: Population, config: SamplerConfig) -> Limit:
-    """Return when a batch is full: by count, or by the tokens that ``batch_size`` of the dearest samples have."""
+@dataclass(frozen=True)
+class Member:
+    """What an epoch may bring together of one latent shape.
+
+    Attributes:
+        draw: one of them.
+        count: how many there are.
+    """
+
+    draw: Draw
+    count: int
+
+
+def limit_of(population: Population, config: SamplerConfig, sizes: Mapping[Shape, int] | None = None) -> Limit:
+    """Return when a batch is full: by count, or with ``adaptive_batch`` by memory, as far as that is known.
+
+    Args:
+        sizes: what fits, by latent shape; without it a batch is full at the tokens that ``batch_size`` of the dearest
+            samples have.
+    """
     if not config.adaptive_batch:
         return by_count(config.batch_size)
+    if sizes:
+        return by_memory(lambda shape: sizes.get(shape, config.batch_size), config.batch_size)
     return by_tokens(budget_of(population, config.batch_size), config.batch_size)
 
 
 class Planned:
-    """Plans a cache's epochs as ``epochs`` does. Precision is left to the cache's own schedule."""
+    """Plans a cache's epochs as ``epochs`` does. Precision is left to the cache's own schedule.
 
-    def __init__(self, cache: CacheIndex, config: SamplerConfig) -> None:
+    Args:
+        sizes: with ``adaptive_batch``, how many samples of each latent shape fit a batch, where that is known.
+    """
+
+    def __init__(self, cache: CacheIndex, config: SamplerConfig, sizes: Mapping[Shape, int] | None = None) -> None:
         self._config = config
+        self._sizes = sizes or {}
         self._population = population_of(cache)
         self._strategy = _STRATEGIES[config.strategy]
-        self._limit = limit_of(self._population, config)
+        self._limit = limit_of(self._population, config, sizes)
         self._planner = EpochPlanner(
             self._population, self._limit, EpochConfig(strategy=self._strategy, seed=config.seed)
         )
@@ -90,17 +116,35 @@ class Planned:
         """Return the ``k``-th batch, counted from 0 across epochs."""
         return _drawn(self._planner.batch(k))
 
-    def largest(self) -> Batch:
+    def largest(self, at_most: int | None = None) -> Batch:
         """Return the draws of one latent shape that have the most latents of all that could meet in a batch.
 
         Who meets differs from epoch to epoch. So this is a bound: as many of one shape as there are, or as fit.
         """
-        groups = (self._most_of(shape_id) for shape_id in range(len(self._population.shapes)))
-        return max(zip(groups, self._population.shapes, strict=True), key=lambda g: len(g[0]) * math.prod(g[1]))[0]
+        shapes = self._population.shapes
+        groups = [(shape, self._most_of(shape_id)) for shape_id, shape in enumerate(shapes)]
+        return max(groups, key=lambda found: latents_at_once(found[0], found[1], at_most))[1]
+
+    def members(self) -> dict[Shape, Member]:
+        """Return what can be drawn in an epoch, by latent shape."""
+        found = {}
+        for shape_id, shape in enumerate(self._population.shapes):
+            places = self._places_of(shape_id)
+            if places:
+                _, row, scale = places[0]
+                count = sum(int(self._population.repeats[row]) for row in {row for _, row, _ in places})
+                found[shape] = Member(Draw(row, scale), count)
+        return found
 
     def lines(self) -> Iterator[str]:
         """Yield what the first epoch looks like, counted from the plan itself."""
         outlook = Outlook(self._population, self._planner.epoch(0))
+        base = self._config.batch_size
+        if self._config.adaptive_batch and not self._sizes:
+            yield (
+                f"LoRA Train decides how many samples of each size make a batch, {base} to {MOST_TIMES_BASE * base}: "
+                "as many as fit into its VRAM budget. Where it has no VRAM to plan, and in what follows:"
+            )
         yield f"A batch is full at {self._limit.label}"
         yield from outlook.details()
         if self._strategy == "sparse":
@@ -114,24 +158,31 @@ class Planned:
             found["scores"] = population.scores.tolist()
         if is_sparse or self._config.adaptive_batch:
             found["tokens"] = population.tokens.tolist()
+        if self._sizes:
+            found["sizes"] = sorted(self._sizes.items())
         if is_sparse:
             found["sparse"] = asdict(self._planner.config.sparse)
             found["features"] = _digest_of(population.visual), _digest_of(population.textual)
         return (found,)
 
-    def _most_of(self, shape_id: int) -> Batch:
+    def _places_of(self, shape_id: int) -> list[tuple[int, int, float]]:
+        """Return weight, sample and scale of all that can be drawn in a latent shape, the lightest first."""
         population, weights = self._population, self._planner.weights
         # All other strategies take the largest scale.
         width = population.shape_ids.shape[1] if self._strategy == "sparse" else 1
         rows, columns = np.nonzero(population.shape_ids[:, :width] == shape_id)
-        members = {
-            (int(weights[row, column]), int(row), float(population.scales[row, column]))
-            for row, column in zip(rows, columns, strict=True)
-        }
+        return sorted(
+            {
+                (int(weights[row, column]), int(row), float(population.scales[row, column]))
+                for row, column in zip(rows, columns, strict=True)
+            }
+        )
+
+    def _most_of(self, shape_id: int) -> Batch:
         found: list[Draw] = []
         load = 0
-        for weight, row, scale in sorted(members):
-            for _ in range(int(population.repeats[row])):
+        for weight, row, scale in self._places_of(shape_id):
+            for _ in range(int(self._population.repeats[row])):
                 is_full = len(found) == self._limit.max_count or load + weight > self._limit.capacity
                 if found and is_full:
                     return tuple(found)

@@ -212,28 +212,35 @@ class _Observer:
 
 
 def measured(
-    simulators: Mapping[int, Simulator], passes: int, is_tight: Callable[[Facts], bool] = lambda _: True
+    simulators: Mapping[int, Simulator],
+    passes: int,
+    is_tight: Callable[[Facts], bool] = lambda _: True,
+    learned: dict[str, bool] | None = None,
 ) -> tuple[Facts, dict[str, bool]]:
     """Return what a plan is made from, and which blocks write in place.
 
     Args:
-        simulators: of the same job by micro-batch; each holds that many samples. 1 and the batch's size are there.
+        simulators: of the same job by micro-batch; each holds that many samples. The batch's size is there, and 1
+            unless the batch goes through the network at once whatever it takes.
         passes: batches that make a step.
         is_tight: whether a plan from such facts could do with feed-forwards in parts, which take as long to measure
             as everything else.
+        learned: which blocks write in place, where that is known.
     """
-    setting = Setting(ring_bytes=smallest_ring(simulators[1].denoiser))
-    learned = simulators[1].step(setting).writes_in_place
+    smallest = simulators[min(simulators)]
+    setting = Setting(ring_bytes=smallest_ring(smallest.denoiser))
+    if not learned:
+        learned = smallest.step(setting).writes_in_place
     asked = replace(setting, inputs_in_ram=True)
     runs = {size: simulator.step(asked, learned, measures=True) for size, simulator in simulators.items()}
-    first, largest = runs[1], simulators[max(simulators)]
+    first, largest = runs[min(simulators)], simulators[max(simulators)]
     waiting = _waiting_bytes(largest)
 
     def steps(runs: Mapping[int, Simulated]) -> dict[int, StepFacts]:
         return {size: _step_facts(run, waiting * (len(largest.batch) - size)) for size, run in runs.items()}
 
     facts = Facts(
-        layers=_layers(simulators[1], first),
+        layers=_layers(smallest, first),
         batch_size=max(simulators),
         passes=passes,
         steps=steps(runs),
@@ -242,9 +249,9 @@ def measured(
         update_bytes=_update_bytes(first),
     )
     if is_tight(facts):
-        asked = replace(asked, chunked=frozenset(find_blocks(simulators[1].denoiser.network)))
+        asked = replace(asked, chunked=frozenset(find_blocks(smallest.denoiser.network)))
         runs = {size: simulator.step(asked, learned, measures=True) for size, simulator in simulators.items()}
-        facts = _with_parts(facts, steps(runs), simulators[1].denoiser)
+        facts = _with_parts(facts, steps(runs), smallest.denoiser)
     return facts, learned
 
 

@@ -62,6 +62,7 @@ def describe(
         "ss_num_train_images": sum(entry.repeats for entry in recipe.cache.entries),
         "ss_num_batches_per_epoch": recipe.batches_per_epoch,
         "ss_batch_size_per_device": recipe.config.batch_size,
+        **({"ss_batch_sizes": as_json(recipe.sizes_by_resolution())} if recipe.sizes else {}),
         **({"ss_training_comment": f"lossy: {', '.join(changes)}"} if changes else {}),
     }
     return {key: str(value) for key, value in values.items()}

@@ -28,6 +28,7 @@ from ..memory.wishes import DeviceFacts, Wishes, ceiling
 from .estimate import Simulated, Simulator, measured, payload_bytes, smallest_ring
 from .job import Job
 from .precision import DTYPES
+from .sizes import Sized, decide
 from .step import Batches
 
 # What a network raises that looks at its numbers, where there are none. Not the host's interrupt, whatever its class.
@@ -46,6 +47,7 @@ class Prepared:
         writes_in_place: by block, as far as it is known.
         copies: of the largest batch's first passes: how often a layer's weights go to the device, and their bytes.
         unmeasured: why the job could not be simulated; empty where it could, or need not.
+        sized: the sizes of the batches, where memory was asked for them.
     """
 
     config: TrainConfig
@@ -58,6 +60,7 @@ class Prepared:
     writes_in_place: dict[str, bool] = field(default_factory=dict)
     copies: tuple[tuple[int, int], ...] = ()
     unmeasured: str = ""
+    sized: Sized | None = None
 
     @property
     def budget(self) -> int | None:
@@ -131,7 +134,7 @@ def prepare(job: Job, layers: dict[str, nn.Module], precision: str, device: Devi
     Raises:
         BudgetError: it fits into no way.
     """
-    prepared = _unplanned(job, precision, device)
+    unsized = prepared = _unplanned(job, precision, device)
     if device.available is None:
         return prepared
 
@@ -139,9 +142,11 @@ def prepare(job: Job, layers: dict[str, nn.Module], precision: str, device: Devi
         return prepared.wishes.recompute and not runs_freely(facts, prepared.wishes, device)
 
     try:
+        prepared = _sized(job, layers, prepared)
+        job = replace(job, recipe=prepared.samples.recipe)
         facts, learned, facts_for = _measured(job, layers, prepared, is_tight)
     except _NEEDS_NUMBERS as error:
-        return _thriftiest(job, prepared, next(iter(str(error).splitlines()), type(error).__name__))
+        return _thriftiest(job, unsized, next(iter(str(error).splitlines()), type(error).__name__))
     plan = make_plan(facts, prepared.wishes, device, facts_for)
     final = replace(changed(prepared, plan.change), plan=plan, setting=plan.setting, writes_in_place=learned)
     return _verified(job, layers, final)
@@ -157,6 +162,20 @@ def _unplanned(job: Job, precision: str, device: DeviceFacts) -> Prepared:
         wishes=wishes_of(job.config, precision),
         device=device,
     )
+
+
+def _sized(job: Job, layers: dict[str, nn.Module], prepared: Prepared) -> Prepared:
+    """Return ``prepared`` with the sizes of its batches, where they are left to memory."""
+    if not job.recipe.asks_memory:
+        return prepared
+    text = longest_text(job.recipe)
+
+    def simulator_for(batch: Batch) -> Simulator:
+        return _simulator(job, layers, prepared, batch, text)
+
+    sized = decide(job.recipe, simulator_for, job.config.optim.accumulation, prepared.wishes, prepared.device)
+    samples = replace(prepared.samples, recipe=sized.recipe)
+    return replace(prepared, samples=samples, sized=sized, writes_in_place=sized.writes_in_place)
 
 
 def _thriftiest(job: Job, prepared: Prepared, reason: str) -> Prepared:
@@ -182,24 +201,26 @@ def facts_of(
 def _measured(
     job: Job, layers: dict[str, nn.Module], prepared: Prepared, is_tight: Callable[[Facts], bool]
 ) -> tuple[Facts, dict[str, bool], Callable[[Change], Facts | None]]:
-    facts, learned = measured(_simulators(job, layers, prepared), job.config.optim.accumulation, is_tight)
+    passes, known = job.config.optim.accumulation, prepared.writes_in_place
+    facts, learned = measured(_simulators(job, layers, prepared), passes, is_tight, known)
 
     def facts_for(change: Change) -> Facts | None:
         if change.precision and not job.denoiser.supports(DTYPES[change.precision]):
             return None
         # The rank is reckoned with by the plan itself.
         altered = changed(prepared, replace(change, rank=0))
-        return measured(_simulators(job, layers, altered), job.config.optim.accumulation)[0]
+        return measured(_simulators(job, layers, altered), passes)[0]
 
     return facts, learned, facts_for
 
 
 def simulated(job: Job, layers: dict[str, nn.Module], prepared: Prepared) -> Simulated:
     """Run the step that needs most as ``prepared`` says, without a device; of its passes two, if there are more."""
-    batch_size = len(largest_batch(job.recipe))
-    size = min(batch_size, 2 * (prepared.setting.micro_batch or batch_size))
-    simulator = _simulators(job, layers, prepared, (size,))[size]
-    if size == batch_size and prepared.config.optim.accumulation > 1:
+    micro_batch = prepared.setting.micro_batch
+    group = largest_batch(job.recipe, micro_batch)
+    size = min(len(group), 2 * (micro_batch or len(group)))
+    simulator = _simulator(job, layers, prepared, group[:size], longest_text(job.recipe))
+    if size == len(group) and prepared.config.optim.accumulation > 1:
         simulator = replace(simulator, config=with_accumulation(simulator.config, 2))
     learned = prepared.writes_in_place or simulator.step(prepared.setting).writes_in_place
     return simulator.step(prepared.setting, learned)
@@ -213,6 +234,9 @@ def _verified(job: Job, layers: dict[str, nn.Module], prepared: Prepared) -> Pre
         run = simulated(job, layers, prepared)
         prepared = _with_copies(job, prepared, plan, run)
         peak = run.counter.peak
+        if prepared.sized is not None:
+            shape = prepared.samples.shape(largest_batch(job.recipe)[0])
+            peak += prepared.sized.excess(plan.facts, shape, prepared.setting)
         if peak <= plan.peak_bytes or peak + plan.footprint.margin <= plan.budget:
             break
         lower = next_rung(plan, prepared.wishes, prepared.device, peak)
@@ -251,23 +275,26 @@ def changed(prepared: Prepared, change: Change) -> Prepared:
     )
 
 
-def _simulators(
-    job: Job, layers: dict[str, nn.Module], prepared: Prepared, sizes: tuple[int, ...] | None = None
-) -> dict[int, Simulator]:
-    batch, text = largest_batch(job.recipe), longest_text(job.recipe)
+def _simulators(job: Job, layers: dict[str, nn.Module], prepared: Prepared) -> dict[int, Simulator]:
+    """Return what simulates the batch that needs most, at each micro-batch worth trying."""
+    text = longest_text(job.recipe)
     return {
-        size: Simulator(
-            denoiser=job.denoiser,
-            layers=layers,
-            config=with_accumulation(prepared.config, 1),
-            dtype=DTYPES[prepared.precision],
-            samples=prepared.samples,
-            batch=batch[:size],
-            text=text,
-            cancel=job.cancel,
-        )
-        for size in sizes or _sizes(len(batch))
+        size: _simulator(job, layers, prepared, largest_batch(job.recipe, size)[:size], text)
+        for size in _sizes(len(largest_batch(job.recipe)))
     }
+
+
+def _simulator(job: Job, layers: dict[str, nn.Module], prepared: Prepared, batch: Batch, text: Draw) -> Simulator:
+    return Simulator(
+        denoiser=job.denoiser,
+        layers=layers,
+        config=with_accumulation(prepared.config, 1),
+        dtype=DTYPES[prepared.precision],
+        samples=prepared.samples,
+        batch=batch,
+        text=text,
+        cancel=job.cancel,
+    )
 
 
 def with_accumulation(config: TrainConfig, accumulation: int) -> TrainConfig:
@@ -284,9 +311,13 @@ def _sizes(batch_size: int) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def largest_batch(recipe: BatchRecipe) -> Batch:
-    """Return draws that go through the network together and need at least as much as any in ``recipe``."""
-    return recipe.planner.largest()
+def largest_batch(recipe: BatchRecipe, micro_batch: int = 0) -> Batch:
+    """Return draws of a batch that need at least as much as any in ``recipe`` that go through the network together.
+
+    Args:
+        micro_batch: so many go through it at once; 0 for all of one shape. What is returned may be more.
+    """
+    return recipe.planner.largest(micro_batch or None)
 
 
 def longest_text(recipe: BatchRecipe) -> Draw:

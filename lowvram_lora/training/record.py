@@ -32,6 +32,9 @@ class RunStore:
     def find(self, fingerprint: str) -> Record | None:
         """Return the finished run of ``fingerprint``, or None if there is none that can be read whole."""
         values = self._read_json(f"{fingerprint}.json")
+        if values is not None and isinstance(values.get("same_as"), str):
+            fingerprint = values["same_as"]
+            values = self._read_json(f"{fingerprint}.json")
         if values is None or values.pop("format", None) != FORMAT:
             return None
         try:
@@ -42,6 +45,14 @@ class RunStore:
             return None
         is_this = record.fingerprint == metadata.get(file.FINGERPRINT_KEY) == fingerprint
         return record if is_this and _is_sound(record) else None
+
+    def remember(self, asked: str, fingerprint: str) -> None:
+        """Let ``find`` answer ``asked`` with the finished run of ``fingerprint``.
+
+        Raises:
+            PathError: the disk does not take it.
+        """
+        self._write_json(f"{asked}.json", {"format": FORMAT, "same_as": fingerprint})
 
     def save_memory(self, memory: MemoryRecord) -> None:
         """Keep ``memory`` as the latest run's, finished or not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,11 +30,27 @@ def describe_run(record: Record, path: Path, plan: str, notes: Sequence[str], re
         f"{record.num_layers} layers, {record.num_parameters:,} parameters, rank {rank}, "
         f"alpha {alpha:g}, precision {record.precision}.",
         *([f"Changed to fit the budget ({lossy})."] if lossy else []),
+        *_batch_lines(record.metadata.get("ss_batch_sizes")),
         *_memory_lines(record),
         *notes,
         *([plan] if plan else []),
     ]
     return "\n".join(lines)
+
+
+def _batch_lines(sizes: str | None) -> list[str]:
+    """Return how many samples made a batch, by resolution.
+
+    Args:
+        sizes: as the file's metadata has them; None where memory was not asked.
+    """
+    if sizes is None:
+        return []
+    by_size: dict[int, list[str]] = {}
+    for resolution, size in json.loads(sizes).items():
+        by_size.setdefault(size, []).append(resolution)
+    parts = (f"{size} of {', '.join(found)}" for size, found in sorted(by_size.items()))
+    return [f"Samples a batch, as memory allowed (adaptive_batch): {'; '.join(parts)}."]
 
 
 def _memory_lines(record: Record) -> list[str]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ..adapters import file
@@ -30,19 +32,23 @@ from .step import NotFiniteError
 RESULT_VERSION = 1
 
 
-def fingerprint(job: Job, precision: str, changes: Sequence[str] = ()) -> str:
+def fingerprint(job: Job, precision: str, changes: Sequence[str] = (), asks_memory: bool = False) -> str:
     """Return the digest of everything that decides what the run produces.
 
     Args:
         changes: what a lossy plan has altered; nothing where everything is as it was asked for.
+        asks_memory: the sizes of the batches are not known yet; the settings that decide them stand for them.
     """
+    config = job.config
+    asked = {"vram_budget_gb": config.vram_budget_gb, "allow_lossy": config.allow_lossy}
     parts = {
         "version": RESULT_VERSION,
         "base": job.denoiser.fingerprint,
         "batches": job.recipe.fingerprint,
-        "config": job.config.determining(),
+        "config": config.determining(),
         "precision": precision,
         **({"changes": list(changes)} if changes else {}),
+        **({"asked": asked} if asks_memory else {}),
     }
     return hashlib.sha256(file.as_json(parts).encode()).hexdigest()
 
@@ -61,11 +67,13 @@ def run(job: Job) -> Iterator[Event]:
         OutOfMemoryError: memory ran out, and no plan takes less.
     """
     precision, precision_note = resolve(job.config.precision, job.denoiser)
-    key = fingerprint(job, precision)
-    record = job.store.find(key)
-    reused = record is not None
     # Before the model is loaded: what it holds of the device will be given up.
     device = device_facts(job)
+    # What is free differs from one Queue to the next, and the sizes of batches with it: what counts is what was asked.
+    asks_memory = job.recipe.asks_memory and device.available is not None
+    asked = key = fingerprint(job, precision, asks_memory=asks_memory)
+    record = job.store.find(key)
+    reused = record is not None
     # A finished run needs nothing any more but a place for its file.
     checked = check(
         job.denoiser,
@@ -80,23 +88,25 @@ def run(job: Job) -> Iterator[Event]:
         if device.available is not None:
             yield Planning()
         prepared = prepare(job, checked.layers, precision, device)
-        if prepared.changes:
-            key = fingerprint(job, precision, prepared.changes)
-            record = job.store.find(key)
-            reused = record is not None
+        job = replace(job, recipe=prepared.samples.recipe)
+        key = fingerprint(job, precision, prepared.changes)
+        record = job.store.find(key)
+        reused = record is not None
     if record is None:
         notes = (*job.denoiser.notes(), *([precision_note] if precision_note else []), *prepared.notes)
         record = yield from _train(job, prepared, checked, key, notes)
-        _keep_record(job, record)
+        _keep(job, partial(job.store.save, record))
+    if asks_memory and key != asked:
+        _keep(job, partial(job.store.remember, asked, key))
     path = _publish(record, checked.path, job.config.overwrite)
     yield Saved(path=path, steps=record.steps)
     yield Finished(record=record, path=path, reused=reused, reading=() if reused else prepared.samples.report())
 
 
-def _keep_record(job: Job, record: Record) -> None:
+def _keep(job: Job, write: Callable[[], None]) -> None:
     """Keep the record; without it the graph trains again when it is queued again, and nothing else is lost."""
     try:
-        job.store.save(record)
+        write()
     except PathError as failed:
         job.say(f"The run's record was not kept, so queueing this graph again will train again. {failed}")
 

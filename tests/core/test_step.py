@@ -126,15 +126,25 @@ def gradients(
 MIXED = (Draw(0), Draw(1, scale=0.5), Draw(2, scale=0.5, image=1), Draw(3, caption=1), Draw(0, caption=EMPTY_CAPTION))
 
 
+# Of unequal sizes, as memory makes them; each of several shapes.
+UNEQUAL = (MIXED, (Draw(1), Draw(2, scale=0.5)), (Draw(3, scale=0.5), Draw(0, scale=0.5), Draw(2)))
+
+
+@pytest.mark.parametrize("batches", [(MIXED,), UNEQUAL])
 @pytest.mark.parametrize("micro_batch", [0, 1, 2])
-def test_a_batch_of_several_shapes_has_the_gradient_of_one_weighted_batch(index: CacheIndex, micro_batch: int) -> None:
-    loss, found = gradients(index, (MIXED,), micro_batch=micro_batch)
+def test_a_step_of_several_shapes_has_the_gradient_of_one_weighted_batch(
+    index: CacheIndex, micro_batch: int, batches: tuple[Batch, ...]
+) -> None:
+    loss, found = gradients(index, batches, micro_batch=micro_batch)
     denoiser, tiers, step = Double(), TieredCache(index), 3
-    sigmas = objective.draw_sigmas(denoiser.sigmas, len(MIXED), objective.generator_for(SEED, step, 0))
     losses = []
-    for place, draw in enumerate(MIXED):
+    for position, place, draw in (
+        (n, place, draw) for n, batch in enumerate(batches) for place, draw in enumerate(batch)
+    ):
+        generator = objective.generator_for(SEED, step, position)
+        sigmas = objective.draw_sigmas(denoiser.sigmas, len(batches[position]), generator)
         latents = denoiser.scale_latents(tiers.latents(draw)).unsqueeze(0)
-        noise = torch.randn(latents.shape, generator=objective.generator_for(SEED, step, 0, place))
+        noise = torch.randn(latents.shape, generator=objective.generator_for(SEED, step, position, place))
         sigma = sigmas[place : place + 1]
         ((_, conditioning),) = denoiser.condition([tiers.conditioning(draw)], noise)
         x0 = denoiser.predict_x0(denoiser.add_noise(latents, noise, sigma), sigma, conditioning)

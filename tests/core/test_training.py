@@ -235,7 +235,7 @@ def test_a_bad_name_is_known_before_step_1(job: Job, name: str) -> None:
         lambda: LoraConfig(alpha=math.nan),
         lambda: OptimConfig(learning_rate=-1.0),
         lambda: TrainConfig(vram_budget_gb=-1.0),
-        lambda: SamplerConfig(batch_size=0),
+        lambda: SamplerConfig(batch_size=-1),
         lambda: SamplerConfig(strategy="nope"),  # type: ignore[arg-type]
         lambda: LoraConfig(targets="nope"),  # type: ignore[arg-type]
         lambda: OptimConfig(schedule="nope"),  # type: ignore[arg-type]
