@@ -5,6 +5,7 @@ So queueing an unchanged graph trains nothing, even after the host has dropped i
 
 import json
 import os
+import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ class RunStore:
     def find(self, fingerprint: str) -> Record | None:
         """Return the finished run of ``fingerprint``, or None if there is none that can be read whole."""
         values = self._read_json(f"{fingerprint}.json")
-        if values is not None and isinstance(values.get("same_as"), str):
+        if values is not None and _is_digest(values.get("same_as")):
             fingerprint = values["same_as"]
             values = self._read_json(f"{fingerprint}.json")
         if values is None or values.pop("format", None) != FORMAT:
@@ -87,6 +88,10 @@ class RunStore:
         except (OSError, ValueError, RecursionError):
             return None
         return values if isinstance(values, dict) else None
+
+
+def _is_digest(text: object) -> bool:
+    return isinstance(text, str) and re.fullmatch(r"[0-9a-f]{64}", text) is not None
 
 
 def _is_sound(record: Record) -> bool:

@@ -20,10 +20,12 @@ from lowvram_lora.config import AttentionLimit, LoraConfig
 from lowvram_lora.data import store
 from lowvram_lora.data.cache import STRUCTURE
 from lowvram_lora.data.encodings import pack as packed
+from lowvram_lora.data.encodings import unpack
 from lowvram_lora.events import Noted
 from lowvram_lora.ports import Encoding
 from lowvram_lora.training.attached import Engine, attached
 from lowvram_lora.training.run import run
+from tests.toyworld import studio
 
 # Rows of the captions of a batch. In chunks of 7 these are 2, 3 and 1; their least common multiple is 42.
 LENGTHS = {"sd15": (14, 21, 7), "sd3": (7, 12, 9), "flux": (7, 12, 9), "qwen": (7, 12, 9)}
@@ -139,6 +141,15 @@ def test_padding_is_what_the_hosts_tokenizer_put_there(
     assert found == [expected, expected - len(own)]
     long = " ".join(["square"] * 300)
     assert pack.nodes._text.padding_of(tokenizer, tokenizer.tokenize_with_weights(long)) is None
+
+
+def test_an_encoder_that_is_not_there_pads_nothing(pack: Any) -> None:
+    """An SD3 with CLIP-L alone: the host tokenizes for T5 all the same."""
+    clip = studio.open_studio().clip
+    assert clip.tokenize("a red circle")["t5xxl"]
+    [[rows, more]] = unpack(pack.nodes._encoders.HostClip(clip).encode("a red circle"))
+    assert rows.shape[1] == 77
+    assert pack.nodes._text.PADDING not in more
 
 
 def padded(pack: Any, rows: int, length: int, padding: int) -> Encoding:
