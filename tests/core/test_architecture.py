@@ -102,6 +102,6 @@ def test_functions_fit_a_screen_and_files_stay_short() -> None:
 
 
 def test_no_worker_processes() -> None:
-    """Each loader process commits gigabytes on Windows (a public fault of other trainers)."""
+    """h01, i11. Each loader process commits gigabytes on Windows (a public fault of other trainers)."""
     text = "\n".join(path.read_text(encoding="utf-8") for path, _ in modules(CORE))
     assert "multiprocessing" not in text and "DataLoader" not in text

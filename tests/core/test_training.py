@@ -249,6 +249,7 @@ def test_settings_outside_their_range_say_what_they_must_be(change: Any) -> None
 
 
 def test_a_precision_the_device_lacks_falls_back_with_a_note() -> None:
+    """h04, h05, h06"""
     denoiser = fakes.FakeDenoiser()
     assert resolve("auto", denoiser) == ("fp32", None)
     assert resolve("bf16", denoiser) == ("bf16", None)

@@ -86,6 +86,7 @@ def test_front_end_gets_the_pack_scripts_once(host: HostProcess) -> None:
 
 
 def test_nodes_stay_without_optional_packages(tmp_path: Path) -> None:
+    """i05"""
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(HIDING.format(hidden=OPTIONAL), encoding="utf-8")
@@ -99,6 +100,7 @@ def test_nodes_stay_without_optional_packages(tmp_path: Path) -> None:
 
 
 def test_requirements_name_only_what_the_host_lacks() -> None:
+    """i06, i07"""
     lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
     wanted = [line.split("#")[0].strip() for line in lines if line.split("#")[0].strip()]
     assert all(re.fullmatch(r"[\w-]+>=[\d.]+", line) for line in wanted)
@@ -106,7 +108,7 @@ def test_requirements_name_only_what_the_host_lacks() -> None:
 
 
 def test_installing_requirements_changes_nothing_of_the_host(tmp_path: Path) -> None:
-    """The host's environment is this one without what the pack brings."""
+    """i06. The host's environment is this one without what the pack brings."""
     python = environment_without(BROUGHT_BY_THE_PACK, tmp_path / "environment")
     command = [str(python), "-m", "pip", "install", "--dry-run", "--quiet", "--report", "-"]
     command += ["--disable-pip-version-check", "-r", str(ROOT / "requirements.txt")]
@@ -127,7 +129,7 @@ def environment_without(packages: tuple[str, ...], folder: Path) -> Path:
 
 
 def test_training_asks_for_no_network(tmp_path: Path, checkpoint: Path) -> None:
-    """Other trainers fetch a tokenizer or a config from a hub; ours uses the host's CLIP and what is on disk."""
+    """i08. Other trainers fetch a tokenizer or a config from a hub; ours uses the host's CLIP and what is on disk."""
     site, log = tmp_path / "site", tmp_path / "connections.txt"
     site.mkdir()
     (site / "sitecustomize.py").write_text(WATCHING, encoding="utf-8")

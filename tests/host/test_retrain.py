@@ -148,6 +148,7 @@ def test_another_picture_in_place_trains_again_and_only_it_is_encoded(
 def test_a_second_folder_uses_only_its_own_pictures(
     host: HostProcess, options: graph.GraphOptions, first_run: Event
 ) -> None:
+    """i01"""
     other = folder_of(host, "other", {"yellow": (220, 220, 40)})
     entry = host.run(graph.training(replace(options, folder=other.name, output_name="other")))
     report = texts(entry, graph.DATASET)
