@@ -120,7 +120,7 @@ def test_another_caption_trains_again_and_the_old_one_is_found(
     back = host.run(graph.training(options))
     assert trained(changed)
     assert encoded(changed) == (
-        "Latents: 0 encoded, 2 already on disk",
+        "Latents: 0 encoded, 2 already on disk (kept as half)",
         "Captions: 1 encoded, 2 already on disk",
     )
     assert not trained(back)
@@ -138,7 +138,7 @@ def test_another_picture_in_place_trains_again_and_only_it_is_encoded(
     back = host.run(graph.training(options))
     assert trained(changed)
     assert encoded(changed) == (
-        "Latents: 1 encoded, 1 already on disk",
+        "Latents: 1 encoded, 1 already on disk (kept as half)",
         "Captions: 0 encoded, 3 already on disk",
     )
     assert not trained(back)
@@ -153,7 +153,7 @@ def test_a_second_folder_uses_only_its_own_pictures(
     entry = host.run(graph.training(replace(options, folder=other.name, output_name="other")))
     report = texts(entry, graph.DATASET)
     assert report.startswith("1 image") and str(other) in report
-    assert encoded(entry)[0] == "Latents: 1 encoded, 0 already on disk"
+    assert encoded(entry)[0] == "Latents: 1 encoded, 0 already on disk (kept as half)"
     assert trained(entry)
     assert metadata(host, "other")["ss_num_train_images"] == "1"
     assert metadata(host, options.output_name)["ss_num_train_images"] == "2"
@@ -172,7 +172,10 @@ def test_a_deleted_cache_is_built_again_and_nothing_trained(
     entry = host.run(prompt)
     assert graph.CACHE in executed_nodes(entry, prompt)
     assert graph.DATASET not in executed_nodes(entry, prompt)
-    assert encoded(entry) == ("Latents: 2 encoded, 0 already on disk", "Captions: 3 encoded, 0 already on disk")
+    assert encoded(entry) == (
+        "Latents: 2 encoded, 0 already on disk (kept as half)",
+        "Captions: 3 encoded, 0 already on disk",
+    )
     assert not trained(entry)
     assert losses(entry) == losses(first_run)
     assert executed_nodes(host.run(prompt), prompt) == set()
@@ -183,7 +186,10 @@ def test_another_layer_of_clip_trains_again(host: HostProcess, options: graph.Gr
     prompt["layer"] = graph.node("CLIPSetLastLayer", clip=[graph.CHECKPOINT, 1], stop_at_clip_layer=-2)
     prompt[graph.CACHE]["inputs"]["clip"] = ["layer", 0]
     entry = host.run(prompt)
-    assert encoded(entry) == ("Latents: 0 encoded, 2 already on disk", "Captions: 3 encoded, 0 already on disk")
+    assert encoded(entry) == (
+        "Latents: 0 encoded, 2 already on disk (kept as half)",
+        "Captions: 3 encoded, 0 already on disk",
+    )
     assert trained(entry)
     assert losses(entry) != losses(first_run)
 
