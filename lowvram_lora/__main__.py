@@ -5,22 +5,24 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from .data.cleaning import clean
-from .data.store import KINDS
+from .data.store import has_cache
 from .errors import LowVramLoraError
 from .units import GIB, format_bytes
 
 # <ComfyUI>/custom_nodes/<this pack>/lowvram_lora/__main__.py
 _USUAL_CACHE = Path(__file__).resolve().parents[3] / "user" / "lowvram_lora" / "cache"
+_MOST_GB = 1_000_000
 
 
 def main(arguments: Sequence[str]) -> int:
     """Do what ``arguments`` ask for; return 1, with a sentence on stderr, where it can't be done."""
     options = _parse(arguments)
     root: Path = options.cache
-    if not any((root / kind).is_dir() for kind in KINDS):
+    if not has_cache(root):
         _say(f"{root} holds no encodings of this pack. Name ComfyUI's folder user/lowvram_lora/cache with --cache.")
         return 1
     try:
@@ -44,10 +46,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _limit(text: str) -> float:
-    limit = float(text)
-    if not 0 <= limit < float("inf"):
-        raise ValueError(text)
-    return limit
+    with suppress(ValueError):
+        if 0 <= float(text) <= _MOST_GB:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"is {text}; it must be a number from 0 to {_MOST_GB}")
 
 
 def _say(sentence: str) -> None:

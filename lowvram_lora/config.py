@@ -170,7 +170,8 @@ class ComplexityConfig:
         for name in names:
             _require_finite(name, getattr(self, name), 0.0)
         total = sum(getattr(self, name) for name in names)
-        require(math.isfinite(total) and total > 0, " + ".join(names), total, "above 0 and finite")
+        usable = self.skip or (math.isfinite(total) and total > 0)
+        require(usable, " + ".join(names), total, "above 0 and finite")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +210,9 @@ class CacheConfig:
         for name in ("half_below", "full_above"):
             value = getattr(self, name)
             require(value == -1.0 or 0.0 <= value <= 1.0, name, value, "0 to 1, or -1 for the usual")
+        above = self.full_above
+        allowed = above < 0 or self.half_below <= above
+        require(allowed, "half_below", self.half_below, f"at most full_above, {above:g}")
         _require_finite("disk_limit_gb", self.disk_limit_gb, 0.0)
 
 

@@ -14,7 +14,7 @@ from ..lowvram_lora.data.encodings import pack
 from ..lowvram_lora.ports import EncodedPictures, Encoding
 from ._digest import digest, patcher_digest
 from ._host import has_own_memory
-from ._text import PADDING, padding_of
+from ._text import PADDING, of_loaded, padding_of
 
 # Pictures of one size that go through the VAE at once, where there is a device to keep busy.
 _VAE_BATCH = 4
@@ -104,13 +104,7 @@ class HostClip:
         """Return the conditioning the host's own CLIP Text Encode node gives for ``caption``, and its padding."""
         tokens = self._clip.tokenize(caption)
         encoded = self._clip.encode_from_tokens_scheduled(tokens, show_pbar=False)
-        padding = padding_of(self._clip.tokenizer, self._used(tokens))
+        padding = padding_of(self._clip.tokenizer, of_loaded(self._clip, tokens))
         if padding is not None:
             encoded = [[tensor, {**more, PADDING: padding}] for tensor, more in encoded]
         return pack(encoded)
-
-    def _used(self, tokens: dict[str, Any]) -> dict[str, Any]:
-        """Return the tokens of encoders that are there: the host tokenizes for T5 also where an SD3 has none."""
-        parts = self._clip.cond_stage_model
-        is_gone = {key: any(getattr(parts, name, parts) is None for name in (key, f"clip_{key}")) for key in tokens}
-        return {key: chunks for key, chunks in tokens.items() if not is_gone[key]}

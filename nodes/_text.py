@@ -39,6 +39,13 @@ def padding_of(tokenizer: Any, tokens: dict[str, Any]) -> list[int] | None:
     return None
 
 
+def of_loaded(clip: Any, tokens: dict[str, Any]) -> dict[str, Any]:
+    """Return the tokens of encoders that are there: the host tokenizes for T5 also where an SD3 has none."""
+    parts = clip.cond_stage_model
+    is_gone = {key: any(getattr(parts, name, parts) is None for name in (key, f"clip_{key}")) for key in tokens}
+    return {key: chunks for key, chunks in tokens.items() if not is_gone[key]}
+
+
 UNLIMITED = 100_000
 """An encoder whose window is this or more reads any caption at once: the host writes 99999999 for T5 and its like."""
 EMBEDDING = "embedding:"
@@ -50,9 +57,9 @@ def window_of(clip: Any) -> TextWindow | None:
 
     The host cuts nothing: what goes beyond a window is encoded as another one (``SDTokenizer.tokenize_with_weights``),
     and the rows are joined; the pooled vector is the first one's (``ClipTokenWeightEncoder``). Nothing but the
-    tokenizer is asked.
+    tokenizer is asked for it.
     """
-    parts = dict(_parts(clip.tokenizer, clip.tokenize("")))
+    parts = dict(_parts(clip.tokenizer, of_loaded(clip, clip.tokenize(""))))
     limited = {key: part for key, part in parts.items() if part.max_length < UNLIMITED}
     if not limited:
         return None

@@ -69,15 +69,16 @@ class LoraTrain(io.ComfyNode):
         with _host.outside_inference_mode():
             followed = _follow(job, progress)
         finished, record = followed.finished, followed.finished.record
-        notes = (*followed.notes, *_foreseen(batches, config))
+        notes = (*followed.notes, *_foreseen(batches, config, record.metadata))
         report = describe_run(record, finished.path, followed.plan, notes, finished.reused)
         outputs = with_lora(model, record.lora), record.lora, {"loss": list(record.losses)}
         return _host.reported(*outputs, report=report, node_id=cls.hidden.unique_id)
 
 
-def _foreseen(batches: Any, config: cfg.TrainConfig) -> list[str]:
-    """Return what the doctor says once the steps are known."""
-    found = exposed(batches.cache.entries, config.steps, batches.config.batch_size * config.optim.accumulation)
+def _foreseen(batches: Any, config: cfg.TrainConfig, metadata: dict[str, str]) -> list[str]:
+    """Return what the doctor says once the steps are known, and how large batches really were."""
+    draws, num_batches = (int(metadata[f"ss_num_{name}"]) for name in ("train_images", "batches_per_epoch"))
+    found = exposed(batches.cache.entries, config.steps, config.optim.accumulation * draws / num_batches)
     return [describe(found)] if found else []
 
 

@@ -64,14 +64,26 @@ def large_batch(samples: Sequence[Sample], batch_size: int | None) -> Iterator[F
         )
 
 
-def exposure(samples: Sequence[Shown], steps: int | None, batch_size: int | None) -> Iterator[Finding]:
-    """Find images that the steps asked for show too often, or not once."""
+def mean_draws(samples: Sequence[Sample], batch_size: int | None) -> float:
+    """Return the draws that a step has on average, in batches of one bucket: a thin bucket's are smaller."""
+    size = batch_size or 1
+    buckets = _by_bucket(samples).values()
+    draws = [sum(sample.repeats for sample in bucket) for bucket in buckets]
+    return sum(draws) / max(sum(math.ceil(each / size) for each in draws), 1)
+
+
+def exposure(samples: Sequence[Shown], steps: int | None, draws_a_step: float) -> Iterator[Finding]:
+    """Find images that the steps asked for show too often, or not once.
+
+    Args:
+        draws_a_step: the mean.
+    """
     if steps is None or not samples:
         return
-    size = batch_size or 1
+    size = draws_a_step
     num_draws = sum(sample.repeats for sample in samples)
     epochs = steps * size / num_draws
-    asked = f"{counted(steps, 'step')} with batch_size {size}"
+    asked = f"{counted(steps, 'step')} of {size:.3g} draws each"
     often = [sample for sample in samples if epochs * sample.repeats >= MANY_VIEWS]
     if often:
         most = max(sample.repeats for sample in often)
@@ -88,8 +100,8 @@ def exposure(samples: Sequence[Shown], steps: int | None, batch_size: int | None
         enough = math.ceil(num_draws / size)
         yield Finding(
             "too many images for the steps",
-            f"{asked} show {steps * size} of the {num_draws} draws of one epoch: the other images are never trained "
-            f"on. Use {enough} steps or more, or fewer images.",
+            f"{asked} show {steps * size:.0f} of the {num_draws} draws of one epoch: the other images are never "
+            f"trained on. Use {enough} steps or more, or fewer images.",
         )
 
 

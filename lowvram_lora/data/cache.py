@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..ports import LatentCodec, TextEncoder
@@ -12,7 +12,7 @@ from .cleaning import Cleaned, clean
 from .dataset import Dataset, Sample, name_some
 from .encode import Incidents, PictureEncoder, build_mask, cached_shape
 from .index import CacheEntry, CacheIndex, EncodedScale
-from .lock import claimed
+from .lock import Lease, claimed
 from .precision import LATENTS
 from .profiles import CachePlan
 from .store import Kind, generation, invalidate, path_of, peek, touch, write
@@ -47,6 +47,7 @@ class BuildReport:
         plan: how it was built.
         incidents: names of pictures that took another way.
         cleaned: what became of the whole cache.
+        is_scored: whether any picture has a complexity score.
     """
 
     texts_built: int
@@ -57,6 +58,7 @@ class BuildReport:
     plan: CachePlan
     incidents: Incidents
     cleaned: Cleaned
+    is_scored: bool = True
 
     def __str__(self) -> str:
         plan = self.plan
@@ -76,13 +78,20 @@ class BuildReport:
     def _reading_lines(self) -> Iterator[str]:
         if self.plan.predictive:
             yield "The next batch is read from disk while a step runs"
+        if not self.plan.uses_scores:
+            yield "Complexity scores are left out, as this profile does"
         schedule = self.plan.schedule
-        if schedule is not None:
-            yield (
-                "Dynamic precision: scores below "
-                f"{schedule.early_half_below:g} at half precision at first, then below {schedule.middle_half_below:g} "
-                f"at half precision and below {schedule.middle_bands_below:g} as bands, all in full at the end"
-            )
+        if schedule is None:
+            return
+        if not self.is_scored:
+            yield "Dynamic precision does nothing: no picture has a score. Put Score Complexity before this node"
+            return
+        half, bands = schedule.middle_half_below, schedule.middle_bands_below
+        as_bands = f" and below {bands:g} as bands" if half < bands else ""
+        yield (
+            f"Dynamic precision: scores below {schedule.early_half_below:g} at half precision at first, then below "
+            f"{half:g} at half precision{as_bands}, all as kept at the end"
+        )
 
     def _incident_lines(self) -> Iterator[str]:
         if self.incidents.retried:
@@ -123,8 +132,9 @@ class _Steps:
     def finish(self, text: str, kind: Kind, key: str, is_new: bool) -> None:
         path = path_of(self.root, kind, key)
         self.done += 1
+        # What several samples share counts once.
+        self.counted[kind] += path not in self.files
         self.files.add(path)
-        self.counted[kind] += 1
         if is_new:
             self.built[kind] += 1
         else:
@@ -166,10 +176,35 @@ def build(
     """
     plan = plan or CachePlan()
     generation(root)
-    steps = _Steps(num_steps(dataset, plan), root, on_progress)
+    wanted = [wanted_pictures(sample, dataset, plan, codec.fingerprint) for sample in dataset.samples]
+    # Or another process might clean away what this one has just made.
+    lease = Lease(root, _names(dataset, wanted, encoder))
+    try:
+        return _build(dataset, codec, encoder, root, _Steps(num_steps(dataset, plan), root, on_progress), plan, wanted)
+    finally:
+        lease.release()
+
+
+def _names(dataset: Dataset, wanted: Sequence[Sequence[WantedPicture]], encoder: TextEncoder) -> set[str]:
+    """Return the names of the files that a build makes or finds."""
+    captions = {"", *(caption for sample in dataset.samples for caption in captions_of(sample))}
+    keys = {text_key(caption, encoder.fingerprint) for caption in captions}
+    for picture in (picture for several in wanted for picture in several):
+        keys |= {picture.key, *([picture.mask_key] if picture.mask_key else [])}
+    return {path_of(Path(), "text", key).name for key in keys}
+
+
+def _build(
+    dataset: Dataset,
+    codec: LatentCodec,
+    encoder: TextEncoder,
+    root: Path,
+    steps: _Steps,
+    plan: CachePlan,
+    wanted: Sequence[Sequence[WantedPicture]],
+) -> tuple[CacheIndex, BuildReport]:
     keys = _build_texts(dataset, encoder, root, steps)
     incidents = Incidents()
-    wanted = [wanted_pictures(sample, dataset, plan, codec.fingerprint) for sample in dataset.samples]
     pictures = PictureEncoder(
         codec=codec,
         root=root,
@@ -195,7 +230,8 @@ def build(
     )
     disk_bytes = steps.disk_bytes()
     cleaned = clean(root, plan.disk_limit_bytes, {path.name for path in steps.files})
-    return index, _report(steps, disk_bytes, plan, incidents, cleaned)
+    is_scored = any(entry.complexity_score is not None for entry in index.entries)
+    return index, replace(_report(steps, disk_bytes, plan, incidents, cleaned), is_scored=is_scored)
 
 
 def _size(path: Path) -> int:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from .lock import names_in_use
-from .store import KINDS, SUFFIX, TEMPORARY, invalidate
+from .store import KINDS, invalidate, is_encoding, is_temporary
 
 # A temporary file is renamed within seconds; one that is older was left by a process that died.
 _DEAD_AFTER_S = 24 * 3600
+_FOLDER = re.compile(r"[0-9a-f]{2}")
 
 
 @dataclass(frozen=True)
@@ -68,18 +70,29 @@ def clean(root: Path, limit_bytes: int, keep: Collection[str] = ()) -> Cleaned:
 
 
 def _files(root: Path) -> Iterator[_File]:
-    """Yield every encoding; remove what was never finished."""
+    """Yield every encoding; remove what was never finished. What the cache has not written itself, it leaves alone."""
     for kind in KINDS:
-        for folder in _entries(root / kind):
-            for entry in _entries(Path(folder.path)):
+        for folder in _folders(root / kind):
+            for entry in _entries(folder):
                 try:
-                    status = entry.stat()
+                    if not entry.is_file(follow_symlinks=False):
+                        continue
+                    status = entry.stat(follow_symlinks=False)
                 except OSError:  # another process cleans, too
                     continue
-                if entry.name.endswith(SUFFIX):
+                if is_encoding(entry.name) and entry.name[:2] == folder.name:
                     yield _File(entry.path, entry.name, status.st_size, status.st_mtime)
-                elif entry.name.endswith(TEMPORARY) and time.time() - status.st_mtime > _DEAD_AFTER_S:
+                elif is_temporary(entry.name) and time.time() - status.st_mtime > _DEAD_AFTER_S:
                     _remove(entry.path)
+
+
+def _folders(kind: Path) -> Iterator[Path]:
+    """Yield the folders that encodings are in; no link is followed."""
+    if kind.is_symlink():
+        return
+    for entry in _entries(kind):
+        if _FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            yield Path(entry.path)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

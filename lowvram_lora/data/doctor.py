@@ -57,15 +57,15 @@ def foreseen(samples: Sequence[Sample], intent: Intent) -> tuple[Finding, ...]:
     return (
         *caption_faults.too_long(samples, intent.text_window),
         *batch_faults.large_batch(trained, intent.batch_size),
-        *batch_faults.exposure(trained, intent.steps, intent.batch_size),
+        *batch_faults.exposure(trained, intent.steps, batch_faults.mean_draws(trained, intent.batch_size)),
     )
 
 
-def exposed(shown: Sequence[batch_faults.Shown], steps: int, batch_size: int) -> tuple[Finding, ...]:
+def exposed(shown: Sequence[batch_faults.Shown], steps: int, draws_a_step: float) -> tuple[Finding, ...]:
     """Return whether ``steps`` show images too often or not at all, for LoRA Train, which knows both numbers.
 
     Args:
         shown: what is trained on: samples, or entries of a cache.
-        batch_size: draws in a step, those of all accumulated batches.
+        draws_a_step: the mean, those of all accumulated batches.
     """
-    return tuple(batch_faults.exposure(shown, steps, batch_size))
+    return tuple(batch_faults.exposure(shown, steps, draws_a_step))

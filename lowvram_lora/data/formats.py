@@ -57,9 +57,19 @@ def open_image(stream: IO[bytes], path: object) -> Image.Image:
         Exception: what a decoder raises on a damaged header.
     """
     by_name = _BY_NAME.get(PurePath(str(path)).suffix.lower())
-    wanted = FORMATS if by_name is None else (*FORMATS, by_name)
+    usable = decoders()
+    return Image.open(stream, formats=[*usable, *([by_name] if by_name in Image.OPEN else [])])
+
+
+def decoders() -> list[str]:
+    """Return the decoders that are there and know their files by the bytes alone; other packs may add some."""
     Image.init()
-    return Image.open(stream, formats=[name for name in wanted if name in Image.OPEN])
+    return [name for name in FORMATS if name in Image.OPEN]
+
+
+def is_told_by_name(path: PurePath) -> bool:
+    """Return whether it depends on the file's ending, and not on its bytes alone, that it is taken for a picture."""
+    return path.suffix.lower() in _BY_NAME
 
 
 def is_image(stream: IO[bytes], path: object) -> bool:

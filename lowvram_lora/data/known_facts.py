@@ -11,6 +11,7 @@ from pathlib import Path
 import PIL
 
 from .dataset import digest_of
+from .formats import decoders
 from .measured import MeasuredStore, Row
 from .pixels import MAX_IMAGE_PX, PictureFacts
 
@@ -53,8 +54,8 @@ def known_facts(store_root: Path | None) -> Iterator[KnownFacts]:
     if store_root is None:
         yield KnownFacts()
         return
-    # Another Pillow may refuse what this one takes.
-    store = MeasuredStore(store_root, digest_of("facts", FORMAT_VERSION, PIL.__version__)[:16])
+    # Another Pillow may refuse what this one takes, and so may this one without a decoder that another pack brought.
+    store = MeasuredStore(store_root, digest_of("facts", FORMAT_VERSION, PIL.__version__, *decoders())[:16])
     facts = KnownFacts(store.everything())
     try:
         yield facts

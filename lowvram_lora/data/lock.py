@@ -8,6 +8,7 @@ work may be done twice.
 
 from __future__ import annotations
 
+import os
 import secrets
 import weakref
 from collections.abc import Callable, Collection, Iterator
@@ -69,7 +70,10 @@ class Lease:
         with suppress(OSError, RuntimeError):
             self._list.parent.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
-            self._list.write_text("\n".join(names), encoding="utf-8")
+            # Whole or not at all, for whoever cleans at this moment.
+            half = self._list.with_suffix(".half")
+            half.write_text("\n".join(names), encoding="utf-8")
+            os.replace(half, self._list)
         self.release = weakref.finalize(self, _release, self._lock, self._list)
 
 

@@ -97,6 +97,7 @@ class Planned:
         self._config = config
         self._sizes = sizes or {}
         self._population = population_of(cache)
+        self._is_scored = any(entry.complexity_score is not None for entry in cache.entries)
         self._strategy = _STRATEGIES[config.strategy]
         self._limit = limit_of(self._population, config, sizes)
         self._planner = EpochPlanner(
@@ -145,6 +146,8 @@ class Planned:
                 f"LoRA Train decides how many samples of each size make a batch, {base} to {MOST_TIMES_BASE * base}: "
                 "as many as fit into its VRAM budget. Where it has no VRAM to plan, and in what follows:"
             )
+        if not self._is_scored and self._strategy in ("sparse", "curriculum"):
+            yield f"No sample has a complexity score, so {self._strategy} takes all of them for equally hard"
         yield f"A batch is full at {self._limit.label}"
         yield from outlook.details()
         if self._strategy == "sparse":

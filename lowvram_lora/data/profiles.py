@@ -85,11 +85,11 @@ def _switch(chosen: str, default: bool) -> bool:
 def _schedule(config: CacheConfig, full_above: float | None) -> PrecisionSchedule:
     """Return the schedule with the profile's limit and the thresholds that were set by hand; -1 leaves one as it is."""
     usual = PrecisionSchedule()
-    bands = usual.middle_bands_below if full_above is None else full_above
-    if config.full_above >= 0:
-        bands = config.full_above
     middle, early = usual.middle_half_below, usual.early_half_below
     half = config.half_below
+    bands = usual.middle_bands_below if full_above is None else full_above
+    # What is set by hand wins, also over the profile's other threshold.
+    bands = config.full_above if config.full_above >= 0 else max(bands, half)
     # Nothing above the limit of full precision is read at less, in no part of the run.
     return PrecisionSchedule(
         early_half_below=min(early if half < 0 else half, bands),

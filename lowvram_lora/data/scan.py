@@ -17,7 +17,7 @@ from .buckets import Buckets, Size, buckets_of
 from .captions import CAPTION_SUFFIXES, add_trigger, caption_suffixes, read_caption
 from .dataset import Dataset, Sample, Skipped, digest_of
 from .folders import Listing, list_files, numbered_folder, resolve_folder
-from .formats import is_image, is_named_as_image, may_be_image
+from .formats import is_image, is_named_as_image, is_told_by_name, may_be_image
 from .known_facts import KnownFacts, known_facts
 from .masks import check_mask, is_mask, mask_of, masks_by_image
 from .notes import MAX_REPEATS, Reading, notes_on, report, seen_instead
@@ -164,7 +164,8 @@ def _reading(source: _Source, path: Path) -> Reading | None:
     if number == 0:
         raise PathError(path, f"its folder '{folder_name}' asks for 0 repeats")
     digest = hashlib.sha256(data).hexdigest()
-    facts = source.known.of(digest, lambda: inspect(data, path, source.large))
+    known = KnownFacts() if is_told_by_name(path) else source.known
+    facts = known.of(digest, lambda: inspect(data, path, source.large))
     caption = read_caption(path, source.suffixes, source.files)
     rows = source.sidecars.captions.get(path, ())
     written = (caption.text,) if caption.source is not None else rows

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import zlib
 from collections.abc import Mapping
@@ -70,6 +71,21 @@ class UnreadableFileError(Exception):
 def path_of(root: Path, kind: Kind, key: str) -> Path:
     """Return where the encoding ``key`` is kept."""
     return root / kind / key[:2] / f"{key[:_NAME_LENGTH]}{SUFFIX}"
+
+
+def is_encoding(name: str) -> bool:
+    """Return whether a file of that name is an encoding's, as ``path_of`` names them."""
+    return re.fullmatch(rf"[0-9a-f]{{1,{_NAME_LENGTH}}}{re.escape(SUFFIX)}", name) is not None
+
+
+def is_temporary(name: str) -> bool:
+    """Return whether a file of that name is an encoding that is being written, or never was to the end."""
+    return re.fullmatch(rf"[0-9a-f]{{1,8}}\.[0-9a-f]{{8}}{re.escape(TEMPORARY)}", name) is not None
+
+
+def has_cache(root: Path) -> bool:
+    """Return whether ``root`` is a cache's folder: every build makes a generation before anything else."""
+    return (root / _GENERATION).is_file()
 
 
 def peek(path: Path) -> Header | None:

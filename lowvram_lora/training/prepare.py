@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from ..config import LoraConfig, TrainConfig
 from ..data.batches import BatchRecipe
 from ..data.draw import EMPTY_CAPTION, Batch, Draw
-from ..data.store import path_of
+from ..data.store import invalidate, path_of
 from ..data.tiers import TieredCache
+from ..errors import CacheMissError
 from ..memory.facts import Facts
 from ..memory.footprint import num_passes
 from ..memory.frozen import matrices
@@ -183,6 +184,7 @@ def _thriftiest(job: Job, prepared: Prepared, reason: str) -> Prepared:
     setting = Setting(
         chunked=frozenset(find_blocks(job.denoiser.network)),
         ring_bytes=smallest_ring(job.denoiser),
+        micro_batch=1,
         inputs_in_ram=True,
         optimizer_in_ram=True,
         keep_convolutions=False,
@@ -330,4 +332,13 @@ def longest_text(recipe: BatchRecipe) -> Draw:
     ]
     if cache.caption_dropout:
         draws.append(Draw(0, caption=EMPTY_CAPTION))
-    return max(draws, key=lambda draw: path_of(cache.root, "text", cache.text_key(draw)).stat().st_size)
+
+    def size(draw: Draw) -> int:
+        try:
+            return path_of(cache.root, "text", cache.text_key(draw)).stat().st_size
+        except FileNotFoundError as error:
+            # So that Build Tiered Cache runs at the next Queue.
+            invalidate(cache.root)
+            raise CacheMissError(cache.entries[draw.entry].name) from error
+
+    return max(draws, key=size)

@@ -16,6 +16,7 @@ from pathlib import Path
 from ..adapters import file
 from ..adapters.attach import build
 from ..adapters.names import numbered
+from ..data.lock import Lease
 from ..errors import DivergedError, OutOfMemoryError, PathError, UnsupportedModelError
 from ..events import Event, Finished, Planning, Record, Saved, Started
 from ..memory.meter import Meter
@@ -66,6 +67,15 @@ def run(job: Job) -> Iterator[Event]:
         DivergedError: the loss is no longer a number.
         OutOfMemoryError: memory ran out, and no plan takes less.
     """
+    # From the first look at the cache on: planning takes minutes, in which another process may clean it.
+    lease = Lease(job.recipe.cache.root, job.recipe.cache.file_names())
+    try:
+        yield from _run(job)
+    finally:
+        lease.release()
+
+
+def _run(job: Job) -> Iterator[Event]:
     precision, precision_note = resolve(job.config.precision, job.denoiser)
     # Before the model is loaded: what it holds of the device will be given up.
     device = device_facts(job)

@@ -28,6 +28,7 @@ from lowvram_lora.data.store import path_of, peek, read, write
 from lowvram_lora.data.tiers import TieredCache
 from lowvram_lora.errors import CacheMissError, PathError
 from lowvram_lora.fakes import FakeCodec, FakeTextEncoder
+from lowvram_lora.ports import EncodedPictures
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM = 8
@@ -282,6 +283,18 @@ def test_what_a_running_training_reads_is_not_cleaned_away(other: Path) -> None:
     assert built(other, CachePlan(disk_limit_bytes=1))[1].cleaned.num_removed > 0
 
 
+def test_what_a_running_build_has_made_is_not_cleaned_away(base: Path) -> None:
+    class Cleaning(FakeCodec):
+        def encode(self, pixels_BHWC: torch.Tensor) -> EncodedPictures:
+            clean(base / "cache", 1)
+            return super().encode(pixels_BHWC)
+
+    dataset = scan(DataConfig(folder="set", resolution=64), [base])
+    index, _ = build(dataset, Cleaning(), FakeTextEncoder(), base / "cache", lambda *_: None)
+    assert all(peek(path_of(index.root, kind, key)) for entry in index.entries for kind, key in entry.files())
+    assert clean(base / "cache", 1).num_removed == len(index.file_names())
+
+
 def test_a_lease_ends_with_its_process(tmp_path: Path) -> None:
     path = path_of(tmp_path, "latents", "ab" * 32)
     write(path, {"latents": torch.zeros(4)}, {})
@@ -316,7 +329,7 @@ def test_a_lease_that_nobody_holds_any_more_ends(tmp_path: Path) -> None:
 def test_what_a_process_that_died_left_half_written_goes_with_the_next_build(base: Path) -> None:
     index, _ = built(base)
     folder = path_of(index.root, "latents", index.entries[0].latents_key).parent
-    old, new = folder / "abcdefgh.12345678.tmp", folder / "abcdefgh.87654321.tmp"
+    old, new = folder / "abcdef01.12345678.tmp", folder / "abcdef01.87654321.tmp"
     for path in (old, new):
         path.write_bytes(b"half")
     aged(base, 2, old)

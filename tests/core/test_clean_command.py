@@ -26,6 +26,7 @@ def cache(tmp_path: Path) -> Path:
         path = path_of(root, "latents", f"{number:02x}" * 32)
         write(path, {"latents": torch.full((64,), float(number))}, {})
         os.utime(path, (number, number))
+    generation(root)
     (root / "mine.txt").write_text("not an encoding", encoding="utf-8")
     return root
 
@@ -73,7 +74,26 @@ def test_a_folder_that_is_no_cache_is_refused_by_name(tmp_path: Path, capsys: py
     assert str(tmp_path) in said and "--cache" in said
 
 
-@pytest.mark.parametrize("limit", ["-1", "nan", "inf", "many"])
+def test_what_the_cache_has_not_written_is_never_removed(cache: Path, tmp_path: Path) -> None:
+    own = tmp_path / "precious.safetensors"
+    strangers = [
+        cache / "text" / "t5" / "model-00001.safetensors",
+        cache / "latents" / "00" / "notes.safetensors",
+        cache / "latents" / "00" / "notes.tmp",
+        tmp_path / "elsewhere" / f"{'ee' * 16}.safetensors",
+    ]
+    for path in (own, *strangers):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"mine")
+        os.utime(path, (0, 0))
+    (cache / "latents" / "ee").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (cache / "latents" / "00" / f"{'00' * 15}11.safetensors").symlink_to(own)
+    assert main(["clean", "--cache", str(cache), "--limit-gb", "0"]) == 0
+    assert there(cache) == []
+    assert all(path.read_bytes() == b"mine" for path in (own, *strangers))
+
+
+@pytest.mark.parametrize("limit", ["1e305", "-1", "nan", "inf", "many"])
 def test_a_limit_that_is_none_is_refused(cache: Path, limit: str) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["clean", "--cache", str(cache), f"--limit-gb={limit}"])

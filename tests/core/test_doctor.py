@@ -191,9 +191,23 @@ def test_entries_of_a_cache_are_counted_as_the_samples_they_are_of(tmp_path: Pat
         add(tmp_path, f"{number}.png", size=(64, 64))
     samples = scanned(tmp_path, resolution=64).samples
     entries = [CacheEntry.single(sample.name, "l", "t", (4, 8, 8), sample.repeats) for sample in samples]
+    # Five draws in batches of two are three batches.
+    mean = 5 / 3
     for steps in (1, 100, 1000):
-        assert exposed(entries, steps, 2) == foreseen(samples, Intent(steps=steps, batch_size=2))[-1:] * (steps != 100)
+        told = foreseen(samples, Intent(steps=steps, batch_size=2))
+        assert exposed(entries, steps, mean) == told[-1:] * (steps != 100)
     assert kinds(exposed(entries, 1000, 2)) == ["too few images for the steps"]
+
+
+def test_thin_buckets_are_not_shown_more_often_than_their_batches_can(tmp_path: Path) -> None:
+    for number in range(8):
+        add(tmp_path, f"{number}.png", size=(64, 64 + 64 * number))
+    samples = scanned(tmp_path, resolution=256, max_aspect=9.0, max_side=1024).samples
+    num_buckets = len({sample.bucket_px for sample in samples})
+    assert num_buckets >= 4
+    # 50 steps are 50 batches of some 8 / num_buckets draws, not 50 of 8.
+    assert "too few images for the steps" not in kinds(foreseen(samples, Intent(steps=50, batch_size=8)))
+    assert "too few images for the steps" in kinds(foreseen(samples, Intent(steps=50 * num_buckets, batch_size=8)))
 
 
 def test_images_that_keep_their_size_are_not_said_to_be_enlarged(tmp_path: Path) -> None:

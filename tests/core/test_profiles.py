@@ -54,9 +54,18 @@ def test_dynamic_precision_starts_with_the_usual_thresholds() -> None:
 
 @pytest.mark.parametrize("full_above", [0.0, 0.1])
 def test_nothing_above_the_limit_of_full_precision_is_read_at_less(full_above: float) -> None:
-    schedule = plan_of(CacheConfig(dynamic_precision="on", half_below=0.9, full_above=full_above)).schedule
+    schedule = plan_of(CacheConfig(dynamic_precision="on", full_above=full_above)).schedule
     assert schedule is not None
     assert all(schedule.precision(full_above, step, 50) == "full" for step in range(50))
+
+
+@pytest.mark.parametrize("profile", ["balanced", "aggressive"])
+def test_a_threshold_set_by_hand_wins_over_the_profiles_other_one(profile: CacheProfile) -> None:
+    schedule = plan_of(CacheConfig(profile=profile, dynamic_precision="on", half_below=0.9)).schedule
+    assert schedule is not None
+    assert [schedule.precision(0.89, step, 50) for step in (0, 25)] == ["half", "half"]
+    with pytest.raises(ConfigError, match=r"half_below is 0\.9; it must be at most full_above, 0\.1"):
+        CacheConfig(half_below=0.9, full_above=0.1)
 
 
 @pytest.mark.parametrize("mib", [0, 512, 1024])

@@ -19,6 +19,7 @@ from lowvram_lora.adapters.attach import Adapters
 from lowvram_lora.config import DataConfig, LoraConfig, OptimConfig, SamplerConfig, TrainConfig
 from lowvram_lora.data.batches import BatchRecipe
 from lowvram_lora.data.cache import CachePlan, build
+from lowvram_lora.data.cleaning import clean
 from lowvram_lora.data.scan import scan
 from lowvram_lora.errors import BudgetError, ConfigError, PathError, PreflightError, UnsupportedModelError
 from lowvram_lora.events import Finished, Saved, Started, Stepped
@@ -433,3 +434,11 @@ def test_a_lossy_run_says_so_in_report_and_file_and_is_not_taken_for_a_lossless_
     assert not lossless.reused and lossless.record.fingerprint != lossy.record.fingerprint
     *_, again = run(planned(refused.value.needed - 1, allow_lossy=True))
     assert again.reused
+
+
+def test_what_a_run_needs_is_not_cleaned_away_while_it_is_prepared(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = job.recipe.cache.root
+    monkeypatch.setattr(job.denoiser, "load", lambda room=None: clean(root, 1))
+    *_, finished = run(job)
+    assert isinstance(finished, Finished) and finished.record.steps == job.config.steps
+    assert clean(root, 1).num_removed > 0
