@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -30,12 +31,19 @@ def is_mask(path: Path, folder: Path) -> bool:
 
 def masks_by_image(files: Iterable[Path], folder: Path) -> Mapping[tuple[Path, str], Path]:
     """Return the files in mask folders by the folder above and the name without its ending."""
-    return {(path.parent.parent, path.stem): path for path in files if is_mask(path, folder) and may_be_image(path)}
+    masks = (path for path in files if is_mask(path, folder) and may_be_image(path))
+    return {(path.parent.parent, _spelled(path.stem)): path for path in masks}
 
 
 def mask_of(image: Path, masks: Mapping[tuple[Path, str], Path]) -> Path | None:
     """Return the mask of ``image``: ``masks/cat.png`` for ``cat.jpg``, or ``masks/cat.jpg.png``."""
-    return masks.get((image.parent, image.stem)) or masks.get((image.parent, image.name))
+    stem, name = (_spelled(each) for each in (image.stem, image.name))
+    return masks.get((image.parent, stem)) or masks.get((image.parent, name))
+
+
+def _spelled(name: str) -> str:
+    """Return ``name`` as every system would write it: macOS takes letters and their accents apart."""
+    return unicodedata.normalize("NFC", name)
 
 
 def check_mask(data: bytes, path: Path, image_size_px: Size, from_alpha: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import unicodedata
 from dataclasses import replace
 from pathlib import Path
 
@@ -161,6 +162,14 @@ def test_masks_come_from_the_folder_beside_the_images(tmp_path: Path) -> None:
     assert "masks found 3 of 4" in dataset.notes
     assert "no mask, all of it counts: 1 (none.jpg)" in dataset.notes
     assert not [note for note in dataset.notes if "not read" in note]
+
+
+def test_a_mask_is_found_however_a_system_spells_its_accents(tmp_path: Path) -> None:
+    (tmp_path / "masks").mkdir()
+    Image.fromarray(noise(64, 64)).save(tmp_path / f"{unicodedata.normalize('NFC', 'é')}.png")
+    Image.new("L", (32, 32), 255).save(tmp_path / "masks" / f"{unicodedata.normalize('NFD', 'é')}.png")
+    (mask,) = masks_of(scan(DataConfig(folder=".", masks="folder"), [tmp_path])).values()
+    assert mask is not None
 
 
 def test_masks_come_from_the_alpha_of_the_images(tmp_path: Path) -> None:
