@@ -2,9 +2,9 @@
 
 Whatever lives at a moment of a step is a sum: some of it is there once, some for each sample, some for each position of
 each sample. A peak is the largest of such sums. It is convex in the number of samples, and in the number of positions:
-between two simulated numbers it is nowhere above the straight line. That holds for sides that a network halves evenly, as
-all buckets' sides are with the usual step of 64 pixels; where it rounds odd ones up, up to a tenth too little was seen
-on a tiny network.
+between two simulated numbers it is nowhere above the straight line. That holds for sides that a network halves evenly,
+as all buckets' sides are with the usual step of 64 pixels; where it rounds odd ones up, up to a tenth too little was
+seen on a tiny network.
 """
 
 from __future__ import annotations
