@@ -19,7 +19,7 @@ TINY = ["cap", "copies", "gradients sd15", "same losses sd15", "gradients flux",
 PEAKS = ["largest", "middle", "smallest"]
 FULL_SIZE = [
     name
-    for family, others in (("sd15", ["ladder sd15", "speed sd15"]), ("sdxl", ["speed sdxl"]))
+    for family, others in (("sd15", ["ladder sd15", "speed sd15"]), ("sdxl", ["speed sdxl", "share sdxl"]))
     for name in (f"network {family}", *(f"peak {family} {budget}" for budget in PEAKS), *others)
 ]
 
@@ -71,6 +71,12 @@ def test_real_peaks_are_the_simulated_ones(family: str, budget: str, rows: dict[
 
 # In bfloat16, where parts of a feed-forward give their gradients one after the other.
 ALIKE = 1e-2
+
+
+def test_a_share_of_the_memory_is_kept_to_and_its_time_told(rows: dict[str, dict[str, Any]]) -> None:
+    row = rows["share sdxl"]
+    assert row["share_mib"] < row["whole_mib"] and row["share_mib"] <= row["share_budget_mib"]
+    assert row["share_s"] > 0 and row["time_ratio"] == pytest.approx(row["share_s"] / row["whole_s"], abs=0.01)
 
 
 def test_budgets_lead_to_different_runs_with_the_same_losses(rows: dict[str, dict[str, Any]]) -> None:
