@@ -83,31 +83,37 @@ def relative_difference(plain: Denoiser, other: Denoiser, samples: Samples, begi
     return float((apart / norm) ** 0.5) if norm else 0.0
 
 
-def differences(denoiser: Denoiser, config: TrainConfig, samples: Samples, begin: Callable[[], None]) -> Iterator[str]:
-    """Yield a sentence for each setting that changes the network's function: by how much, on the first batch."""
+def differences(
+    denoiser: Denoiser, config: TrainConfig, samples: Samples, begin: Callable[[], None], where: str = "the first batch"
+) -> Iterator[str]:
+    """Yield a sentence for each setting that changes the network's function: by how much, on the samples' first batch.
+
+    Args:
+        where: that batch, in words.
+    """
     limit = config.attention_limit
     if limit is not None:
-        yield _attention_words(limit, relative_difference(denoiser, altered(denoiser, limit), samples, begin))
+        yield _attention_words(limit, relative_difference(denoiser, altered(denoiser, limit), samples, begin), where)
     if config.dynamic_text:
         cut = altered(denoiser, cuts_padding=True)
-        yield _text_words(relative_difference(denoiser, cut, samples, begin))
+        yield _text_words(relative_difference(denoiser, cut, samples, begin), where)
 
 
-def _attention_words(limit: AttentionLimit, share: float) -> str:
+def _attention_words(limit: AttentionLimit, share: float, where: str) -> str:
     above = f"above {limit.tokens} tokens"
     if not share:
         return f"Local attention {above} changes nothing here: no self-attention of this model is limited by it."
     return (
         f"Local attention is on ({above}, windows of {limit.window} x {limit.window} tokens), so the network is not "
-        f"the function it was made as: on the first batch its estimate of the picture differs by {share:.2%}. ComfyUI "
-        "samples with full attention."
+        f"the function it was made as: on {where} its estimate of the picture differs by {share:.2%}. ComfyUI samples "
+        "with full attention."
     )
 
 
-def _text_words(share: float) -> str:
+def _text_words(share: float, where: str) -> str:
     if not share:
-        return "dynamic_text changes nothing here: the captions of the first batch hold no padding that is known of."
+        return f"dynamic_text changes nothing here: the captions of {where} hold no padding. Off is the same."
     return (
-        "dynamic_text is on, so this network does not see the padding behind captions that it was made to see: on the "
-        f"first batch its estimate of the picture differs by {share:.2%}. ComfyUI samples with the padding."
+        "dynamic_text is on, so this network does not see the padding behind captions that it was made to see: on "
+        f"{where} its estimate of the picture differs by {share:.2%}. ComfyUI samples with the padding."
     )

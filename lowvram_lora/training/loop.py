@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from ..data.batches import BatchRecipe
 from ..events import Event, Lowered, Noted, Stepped
 from ..memory.ladder import next_rung
 from ..memory.setting import Setting
@@ -21,9 +22,9 @@ from .attached import Engine, attached
 from .job import Job
 from .optim import Optimizer, build_optimizer, build_schedule, place_state
 from .precision import DTYPES
-from .prepare import Prepared
+from .prepare import Prepared, samples_of
 from .progress import Progress
-from .step import Stepper
+from .step import Samples, Stepper
 
 # What drivers and libraries say when device memory is gone; torch has a class for its own allocator alone.
 _SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
@@ -114,9 +115,19 @@ def _steps(rig: _Rig, prepared: Prepared, setting: Setting) -> Iterator[Event]:
             yield _one(job, stepper, progress, step, config.steps)
 
 
+def _unseen(job: Job, stepper: Stepper) -> tuple[Samples, str]:
+    """Return samples that are not trained on, if any are held out, and what their first batch is called."""
+    validation = job.recipe.cache.validation
+    if not validation.entries:
+        return stepper.batches, "the first batch"
+    config = replace(job.recipe.config, strategy="ordered", adaptive_batch=False)
+    return samples_of(replace(job, recipe=BatchRecipe(validation, config))), "a held-out batch"
+
+
 def _notes(job: Job, stepper: Stepper) -> Iterator[Noted]:
     try:
-        for text in differences(job.denoiser, job.config, stepper.batches, stepper.begin):
+        samples, where = _unseen(job, stepper)
+        for text in differences(job.denoiser, job.config, samples, stepper.begin, where):
             yield Noted(text)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

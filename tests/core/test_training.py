@@ -22,7 +22,7 @@ from lowvram_lora.data.cache import CachePlan, build
 from lowvram_lora.data.cleaning import clean
 from lowvram_lora.data.scan import scan
 from lowvram_lora.errors import BudgetError, ConfigError, PathError, PreflightError, UnsupportedModelError
-from lowvram_lora.events import Finished, Saved, Started, Stepped
+from lowvram_lora.events import Finished, Noted, Saved, Started, Stepped
 from lowvram_lora.memory.meter import HISTORY_LENGTH, PHASES, Meter
 from lowvram_lora.memory.summary import describe_memory, efficiency
 from lowvram_lora.training import objective
@@ -442,3 +442,15 @@ def test_what_a_run_needs_is_not_cleaned_away_while_it_is_prepared(job: Job, mon
     *_, finished = run(job)
     assert isinstance(finished, Finished) and finished.record.steps == job.config.steps
     assert clean(root, 1).num_removed > 0
+
+
+def test_what_changes_the_network_is_judged_by_held_out_pictures_where_there_are_any(job: Job) -> None:
+    index = job.recipe.cache
+    config = replace(job.config, dynamic_text=True)
+    held = replace(index, entries=index.entries[:2], held_out=index.entries[2:])
+    told = []
+    for cache in (index, held):
+        events = run(replace(job, config=config, recipe=replace(job.recipe, cache=cache)))
+        told += [event.text for event in events if isinstance(event, Noted)]
+    first, unseen = told
+    assert "of the first batch" in first and "of a held-out batch" in unseen
