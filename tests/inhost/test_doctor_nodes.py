@@ -64,7 +64,7 @@ def test_load_dataset_names_what_the_planned_training_can_not_do(
     assert output.ui["text"] == (report,)
     assert "captions too long: 1 caption" in report and "sks'" in report and "图1.png" in report
     assert "batch larger than a bucket: batch_size 4 is more than the 3 draws" in report
-    assert "too few images for the steps: 1000 steps with batch_size 4" in report
+    assert "too few images for the steps: 1000 steps of 3 draws each" in report
     few = loaded(pack, folder, planned_steps=1, planned_batch_size=2).args
     assert "too many images for the steps: 1 step with batch_size 2" in few[1]
     assert few[0].fingerprint == dataset.fingerprint  # plans change no training

@@ -22,11 +22,11 @@ class Endless:
         return [[(1, 1.0, 1)] * len(text.split())]
 
 
-def clip_of(tokenizer: Any) -> Any:
+def clip_of(tokenizer: Any, **encoders: Any) -> Any:
     def tokenize(text: str, return_word_ids: bool = False, **kwargs: Any) -> Any:
         return tokenizer.tokenize_with_weights(text, return_word_ids, **kwargs)
 
-    return SimpleNamespace(tokenizer=tokenizer, tokenize=tokenize)
+    return SimpleNamespace(tokenizer=tokenizer, tokenize=tokenize, cond_stage_model=SimpleNamespace(**encoders))
 
 
 def clip_l() -> Any:
@@ -95,6 +95,8 @@ def test_beside_clip_an_encoder_that_reads_any_length_is_named(pack: Any) -> Non
     window = pack.nodes._text.window_of(clip_of(Both()))
     assert window.num_tokens == 75 and window.unlimited == ("t5xxl",)
     assert window.left_over("cat " * 76) == (76, "cat")
+    # The host tokenizes for it also where it is not loaded.
+    assert pack.nodes._text.window_of(clip_of(Both(), t5xxl=None)).unlimited == ()
 
 
 def test_the_hosts_summary_of_a_long_caption_is_that_of_its_first_window_and_its_rows_are_of_all(pack: Any) -> None:
