@@ -81,6 +81,7 @@ class Training:
             folder=folder,
         )
         subject.measure()
+        numbers["samples_mib"] = mib(sum(path.stat().st_size for path in folder.rglob("*.safetensors")))
         numbers.update({f"{name}_mib": mib(num_bytes) for name, num_bytes in subject.budgets.items()})
         self.subject = subject
 

@@ -66,7 +66,7 @@ def test_load_dataset_names_what_the_planned_training_can_not_do(
     assert "batch larger than a bucket: batch_size 4 is more than the 3 draws" in report
     assert "too few images for the steps: 1000 steps of 3 draws each" in report
     few = loaded(pack, folder, planned_steps=1, planned_batch_size=2).args
-    assert "too many images for the steps: 1 step with batch_size 2" in few[1]
+    assert "too many images for the steps: 1 step of 1.5 draws each" in few[1]
     assert few[0].fingerprint == dataset.fingerprint  # plans change no training
 
 

@@ -62,8 +62,9 @@ def test_a_rehearsal_does_every_check_and_all_pass(
 def test_real_peaks_are_the_simulated_ones(family: str, budget: str, rows: dict[str, dict[str, Any]]) -> None:
     row = rows[f"peak {family} {budget}"]
     more = row["real_mib"] - row["simulated_mib"]
-    # What stands in for RAM is counted here as well: the last good adapters, two copies of the state on its way back.
-    assert -0.1 <= more <= row["adapters_mib"] * (5 if row["optimizer_in_ram"] else 1) + 1
+    # What stands in for RAM is counted here as well: samples, the last good adapters, two states on the way.
+    copies = row["adapters_mib"] * (5 if row["optimizer_in_ram"] else 1)
+    assert -0.1 <= more <= copies + rows[f"network {family}"]["samples_mib"] + 0.1
     assert row["real_mib"] <= row["budget_mib"]
     assert row["error_pct"] == pytest.approx(100 * more / row["simulated_mib"], abs=2)
     assert len(row["losses"]) == 3
