@@ -19,6 +19,9 @@ CompressionChoice = Literal["auto", "none", "moderate", "high"]
 ScalesChoice = Literal["auto", "full", "full, 3/4", "full, 3/4, 1/2"]
 SwitchChoice = Literal["auto", "on", "off"]
 
+# Endings that are never those of captions.
+_IMAGES = ("png", "jpg", "jpeg", "jfif", "webp", "bmp", "gif", "avif", "tif", "tiff", "heic", "heif", "jxl")
+
 AUTO = "auto"
 MAX_SEED = 2**64 - 1
 
@@ -121,7 +124,7 @@ class DataConfig:
         ending = self.custom_extension
         is_ending = _is_one_line(ending) and len(ending) <= 32 and not set(ending) & set('/\\:*?"<>|')
         require(is_ending, "custom_extension", ending, "the ending of a file name, like .tags")
-        is_image = ending.strip().lower().lstrip(".") in ("png", "jpg", "jpeg", "webp", "bmp", "gif", "avif")
+        is_image = ending.strip().lower().lstrip(".") in _IMAGES
         require(not is_image, "custom_extension", ending, "an ending of text files")
         _require_choice("missing_captions", self.missing_captions, MissingCaptions)
         _require_between("caption_variants", self.caption_variants, 1, 32)

@@ -1,4 +1,4 @@
-"""Bytes and durations in words."""
+"""Numbers, bytes and durations in words."""
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -19,3 +19,8 @@ def format_duration(seconds: float) -> str:
     if seconds >= 60:
         return f"{int(seconds // 60)}m{int(seconds % 60):02d}s"
     return f"{seconds:.1f}s"
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """Return ``number`` with its noun: ``1 image``, ``2 images``."""
+    return f"{number} {one if number == 1 else many or one + 's'}"

@@ -7,8 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from ..units import counted
 from .dataset import Sample
-from .findings import Finding, Group, counted
+from .findings import Finding, Group
 
 # 20 images for 50 epochs, a usual first try that copies its pictures.
 MANY_VIEWS = 50

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from ..config import SamplerConfig
 from ..errors import DatasetError
+from ..units import counted
 from .bucketed import Bucketed
 from .dataset import digest_of
 from .draw import EMPTY_CAPTION, Batch, Draw, Epoch
@@ -158,8 +159,8 @@ class BatchRecipe:
         num_draws = sum(entry.repeats for entry in self.cache.entries)
         return "\n".join(
             (
-                f"{len(self.cache.entries)} images, {num_draws} draws an epoch with repeats",
-                f"{self.batches_per_epoch} batches an epoch, batch_size {self.config.batch_size}, "
+                f"{counted(len(self.cache.entries), 'image')}, {counted(num_draws, 'draw')} an epoch with repeats",
+                f"{counted(self.batches_per_epoch, 'batch', 'batches')} an epoch, batch_size {self.config.batch_size}, "
                 f"{self.config.strategy}, seed {self.config.seed}",
                 *self.planner.lines(),
             )

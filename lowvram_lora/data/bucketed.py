@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from ..config import SamplerConfig
+from ..units import counted
 from .draw import Batch, Draw, Epoch
 from .groups import heaviest
 from .index import CacheEntry, CacheIndex
@@ -85,7 +86,9 @@ class Bucketed:
             num_images, num_draws = len(turns[0]), _num_draws(turns)
             last = num_draws % size
             held = f"{num_draws}" if num_draws < size else f"{size}, the last {last}" if last else f"{size}"
-            yield f"  {label}: {num_images} images, {num_draws} draws, {-(-num_draws // size)} batches of {held}"
+            batches = counted(-(-num_draws // size), "batch", "batches")
+            images, draws = counted(num_images, "image"), counted(num_draws, "draw")
+            yield f"  {label}: {images}, {draws}, {batches} of {held}"
             if num_draws < size:
                 kind = "images" if num_draws == num_images else "draws an epoch"
                 yield (

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from ..units import counted
 from .dataset import Dataset, Sample
-from .findings import Finding, Group, counted, quoted
+from .findings import Finding, Group, quoted
 from .text_window import TextWindow
 
 

@@ -96,6 +96,13 @@ def add_trigger(caption: str, trigger_word: str) -> str:
     return f"{trigger}, {caption}" if caption else trigger
 
 
+def spellings(name: str) -> Iterable[str]:
+    """Return ``name``, and as other systems write it: macOS takes letters and their accents apart."""
+    if name.isascii():
+        return (name,)
+    return dict.fromkeys((name, unicodedata.normalize("NFC", name), unicodedata.normalize("NFD", name)))
+
+
 def _holds(caption: str, trigger: str) -> bool:
     before = r"(?<![A-Za-z0-9_])" if _is_latin(trigger[0]) else ""
     after = r"(?![A-Za-z0-9_])" if _is_latin(trigger[-1]) else ""
@@ -107,17 +114,10 @@ def _is_latin(character: str) -> bool:
 
 
 def _find(image: Path, suffixes: Sequence[str], files: Collection[Path]) -> Path | None:
-    stems = [form for stem in (image.stem, image.name) for form in _spellings(stem)]
+    stems = [form for stem in (image.stem, image.name) for form in spellings(stem)]
     for suffix in suffixes:
         for stem in stems:
             for ending in dict.fromkeys((suffix, suffix.lower(), suffix.upper(), suffix.title())):
                 if image.with_name(stem + ending) in files:
                     return image.with_name(stem + ending)
     return None
-
-
-def _spellings(name: str) -> Iterable[str]:
-    """Return ``name``, and as other systems write it: macOS takes letters and their accents apart."""
-    if name.isascii():
-        return (name,)
-    return dict.fromkeys((name, unicodedata.normalize("NFC", name), unicodedata.normalize("NFD", name)))

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import ComplexityConfig
+from ..units import counted
 from .dataset import Complexity, Dataset, Sample
 from .detail import COLOURS, EDGES, ENTROPY, FREQUENCY, grey_entropy
 from .histogram import bars
@@ -92,8 +93,8 @@ def report(dataset: Dataset) -> str:
     simplest, hardest = extremes(dataset)
     return "\n".join(
         (
-            f"Complexity of {len(scores)} samples: min {min(scores):.3f}, median {statistics.median(scores):.3f}, "
-            f"mean {statistics.fmean(scores):.3f}, max {max(scores):.3f}",
+            f"Complexity of {counted(len(scores), 'sample')}: min {min(scores):.3f}, "
+            f"median {statistics.median(scores):.3f}, mean {statistics.fmean(scores):.3f}, max {max(scores):.3f}",
             *bars(scores),
             *([f"Simplest: {_listed(simplest)}"] if simplest else []),
             *([f"Hardest: {_listed(hardest)}"] if hardest else []),

@@ -72,11 +72,6 @@ def _lines(findings: Sequence[Finding]) -> Iterator[str]:
             yield f"    and {len(finding.groups) - _MAX_GROUPS} more groups"
 
 
-def counted(number: int, one: str, many: str = "") -> str:
-    """Return ``number`` with its noun: ``1 image``, ``2 images``."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
-
-
 def quoted(text: str, limit: int = 120) -> str:
     """Return the beginning of ``text`` in quotes, in one line."""
     line = " ".join(text.split())

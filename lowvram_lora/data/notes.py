@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import DataConfig
+from ..units import counted
 from .augment import variants_of
 from .buckets import is_upscaled, kept_fraction
 from .dataset import Dataset, Sample, Skipped, name_some
@@ -47,11 +48,11 @@ def report(dataset: Dataset) -> str:
     skipped = [f"  {skip.name}: {skip.reason}" for skip in dataset.skipped]
     return "\n".join(
         (
-            f"{len(samples)} images, {seen} an epoch with repeats; {len(skipped)} files skipped",
+            f"{counted(len(samples), 'image')}, {seen} an epoch with repeats; {counted(len(skipped), 'file')} skipped",
             f"Folder: {dataset.folder}",
             *dataset.notes,
             f"Buckets at resolution {dataset.config.resolution} (width x height):",
-            *(f"  {width}x{height}: {count} images" for (height, width), count in sorted(buckets.items())),
+            *(f"  {width}x{height}: {counted(count, 'image')}" for (height, width), count in sorted(buckets.items())),
             *(["Skipped:"] if skipped else []),
             *_first(skipped, _MAX_SKIPPED, "  and {} more"),
         )
@@ -116,7 +117,7 @@ def _folder_notes(readings: Sequence[Reading], config: DataConfig) -> Iterator[s
         if number > MAX_REPEATS:
             yield f"folder '{name}': {number} is over {MAX_REPEATS}, so it is no number of repeats"
         elif number > 1:
-            yield f"folder '{name}': {count} images, {number} repeats each"
+            yield f"folder '{name}': {counted(count, 'image')}, {number} repeats each"
     if config.repeats > 1:
         yield f"repeats: every image {config.repeats} times as often"
 

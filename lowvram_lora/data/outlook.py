@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..units import counted
 from .distances import Space
 from .order import permuted
 from .place import PlannedEpoch, wrongly_seen
@@ -64,7 +65,8 @@ class Outlook:
     def lines(self) -> Iterator[str]:
         """Yield what the epoch looks like: how many samples, draws and batches, and the details."""
         num_draws = sum(len(batch) for batch in self.epoch)
-        yield f"{len(self.population)} samples, {num_draws} draws an epoch, {len(self.epoch)} batches"
+        samples, draws = counted(len(self.population), "sample"), counted(num_draws, "draw")
+        yield f"{samples}, {draws} an epoch, {counted(len(self.epoch), 'batch', 'batches')}"
         yield from self.details()
 
     def details(self) -> Iterator[str]:
@@ -104,12 +106,11 @@ class Outlook:
         wrong = wrongly_seen(self.epoch, self.population.repeats)
         if wrong:
             shown = ", ".join(map(str, wrong[:5]))
-            return (
-                f"NOT seen as often as their repeats say: {len(wrong)} samples, first of all {shown}. Please report it."
-            )
+            samples = counted(len(wrong), "sample")
+            return f"NOT seen as often as their repeats say: {samples}, first of all {shown}. Please report it."
         most, least = int(self.population.repeats.max(initial=0)), int(self.population.repeats.min(initial=1 << 31))
         times = "once" if most == least == 1 else f"{most} times" if most == least else "as often as its repeats say"
-        return f"Counted: each of {len(self.population)} samples is seen {times}, exactly"
+        return f"Counted: each of {counted(len(self.population), 'sample')} is seen {times}, exactly"
 
 
 def gain_line(gain: Gain) -> str:

@@ -8,8 +8,9 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from ..units import counted
 from .dataset import Dataset, Sample, Skipped
-from .findings import Finding, Group, counted
+from .findings import Finding, Group
 from .likeness import Likeness, near_duplicates
 
 # Shares of the pixels asked for. A quarter: enlarged to twice the width and height.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..units import format_bytes
-from .captions import decode
+from .captions import decode, spellings
 from .dataset import name_some
 
 NAMES = ("metadata.jsonl", "metadata.csv")
@@ -99,8 +99,9 @@ def _take(row: _Row, folder: Path, known: Collection[Path], captions: dict[Path,
     where = f"{row.line} ({row.file[:80]})"
     if ".." in parts or not parts[0] or ":" in parts[0]:
         return _Fault(where, "names a file outside its folder; the row is left out")
-    image = folder.joinpath(*parts)
-    if image not in known:
+    found = (folder.joinpath(*form.split("/")) for form in spellings("/".join(parts)))
+    image = next((path for path in found if path in known), None)
+    if image is None:
         return _Fault(where, "there is no such file; the row is left out")
     before = captions.get(image, ())
     if before and set(row.captions) <= set(before):

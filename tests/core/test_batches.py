@@ -114,7 +114,7 @@ def test_the_number_of_batches_is_stated() -> None:
 def test_full_buckets_need_no_explanation() -> None:
     text = recipe([(SQUARE, 4)], batch_size=4).report()
     assert "but bucket" not in text
-    assert "512x512: 1 images, 4 draws, 1 batches of 4" in text
+    assert "512x512: 1 image, 4 draws, 1 batch of 4" in text
 
 
 def test_the_fingerprint_covers_the_settings() -> None:

@@ -93,7 +93,7 @@ def test_the_report_says_so_where_a_sample_is_missing() -> None:
     epoch = planner(population, by_count(4), "random").epoch(0)
     lost = epoch[0][0].entry
     text = "\n".join(Outlook(population, (epoch[0][1:], *epoch[1:])).lines())
-    assert f"NOT seen as often as their repeats say: 1 samples, first of all {lost}." in text
+    assert f"NOT seen as often as their repeats say: 1 sample, first of all {lost}." in text
     assert "Counted" not in text
 
 

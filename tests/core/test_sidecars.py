@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from PIL import Image
@@ -95,6 +97,16 @@ def test_broken_lines_are_named_by_number_and_the_others_used(tmp_path: Path) ->
     assert "metadata.jsonl line 4: is no JSON object; the row is left out" in dataset.notes
     assert "metadata.jsonl line 5: has no file_name; the row is left out" in dataset.notes
     assert "metadata.jsonl line 6, 7: has no text or caption; the row is left out" in dataset.notes
+
+
+@pytest.mark.parametrize(("picture_form", "row_form"), [("NFC", "NFD"), ("NFD", "NFC")])
+def test_a_row_finds_its_image_however_a_system_spells_accents(
+    tmp_path: Path, picture_form: Literal["NFC", "NFD"], row_form: Literal["NFC", "NFD"]
+) -> None:
+    name = "Höhe/Müller é.png"
+    pictures(tmp_path, unicodedata.normalize(picture_form, name))
+    jsonl(tmp_path, {"file_name": unicodedata.normalize(row_form, name), "text": "a portrait"})
+    assert list(captions(scan_in(tmp_path)).values()) == [("a portrait",)]
 
 
 def test_rows_for_files_that_are_not_there_and_rows_that_repeat_are_named(tmp_path: Path) -> None:

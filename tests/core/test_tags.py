@@ -187,6 +187,7 @@ def test_one_image_is_never_held_out(tmp_path: Path) -> None:
         {"validation_share": 0.6},
         {"custom_extension": "../x"},
         {"custom_extension": ".png"},
+        {"custom_extension": "TIF"},
         {"custom_extension": "a\nb"},
     ],
 )
