@@ -29,7 +29,11 @@ class MemoryRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A finished run: the LoRA and what the nodes show about it."""
+    """A finished run: the LoRA and what the nodes show about it.
+
+    Attributes:
+        validation: the loss on held-out pictures, by steps done; empty where none are held out.
+    """
 
     fingerprint: str
     steps: int
@@ -41,6 +45,7 @@ class Record:
     metadata: dict[str, str]
     memory: MemoryRecord
     lora: dict[str, Tensor] = field(repr=False)
+    validation: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Noted:
-    """A sentence about the run that is known only while it lasts; comes before step 1."""
+    """A sentence about the run that is known only while it lasts."""
 
     text: str
 
@@ -103,6 +108,15 @@ class Stepped:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Validated:
+    """Held-out pictures were looked at after ``done`` of ``steps`` steps."""
+
+    done: int
+    steps: int
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Saved:
     """A LoRA file is on disk."""
 
@@ -124,4 +138,4 @@ class Finished:
     reading: tuple[str, ...] = ()
 
 
-Event = Planning | Started | Noted | Stepped | Lowered | Saved | Finished
+Event = Planning | Started | Noted | Validated | Stepped | Lowered | Saved | Finished

@@ -12,7 +12,7 @@ from comfy_api.latest import io
 
 from ..lowvram_lora import config as cfg
 from ..lowvram_lora.data.doctor import describe, exposed
-from ..lowvram_lora.events import Finished, Lowered, Noted, Planning, Started, Stepped
+from ..lowvram_lora.events import Finished, Lowered, Noted, Planning, Started, Stepped, Validated
 from ..lowvram_lora.training.job import Job
 from ..lowvram_lora.training.report import describe_run
 from ..lowvram_lora.training.run import run
@@ -114,6 +114,8 @@ def _follow(job: Job, progress: _host.Progress) -> _Followed:
                     LOG.warning("%s", event.alarm)
                     notes.append(event.alarm)
                 progress.update(event.step, f"{_line(event)}\n{plan}")
+            elif isinstance(event, Validated):
+                progress.update(event.done, f"loss on held-out pictures {event.loss:.4f}\n{plan}")
             elif isinstance(event, Finished):
                 return _Followed(event, plan, (*notes, *event.reading))
     raise AssertionError("a run ends with Finished or an error")

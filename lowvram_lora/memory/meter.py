@@ -15,7 +15,7 @@ class Watch(Protocol):
     """Whoever wants to know where a step is."""
 
     def phase(self, name: str) -> None:
-        """Learn that the step enters ``name``, one of ``PHASES``."""
+        """Learn that the step enters ``name``: one of ``PHASES``, or what comes between steps; empty for nothing."""
         ...
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from ..data.batches import BatchRecipe
-from ..events import Event, Lowered, Noted, Stepped
+from ..data.tiers import TieredCache
+from ..events import Event, Lowered, Noted, Stepped, Validated
 from ..memory.ladder import next_rung
 from ..memory.setting import Setting
 from ..memory.table import describe_plan
@@ -22,9 +23,10 @@ from .attached import Engine, attached
 from .job import Job
 from .optim import Optimizer, build_optimizer, build_schedule, place_state
 from .precision import DTYPES
-from .prepare import Prepared, samples_of
+from .prepare import Prepared
 from .progress import Progress
-from .step import Samples, Stepper
+from .step import Batches, Stepper
+from .unseen import Unseen, is_due
 
 # What drivers and libraries say when device memory is gone; torch has a class for its own allocator alone.
 _SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
@@ -42,6 +44,7 @@ class _Rig:
     """What lasts from rung to rung.
 
     Attributes:
+        held_out: pictures that are not trained on; None where there are none.
         tells: before its first step, measure how far the settings lead away from the network's own function.
     """
 
@@ -51,6 +54,7 @@ class _Rig:
     transfers: Transfers | None
     optimizer: Optimizer
     stepper: Stepper
+    held_out: Batches | None
     tells: bool = True
 
 
@@ -110,37 +114,75 @@ def _steps(rig: _Rig, prepared: Prepared, setting: Setting) -> Iterator[Event]:
     with attached(job.denoiser, rig.layers, progress.adapters, dtype, engine) as engaged:
         stepper = replace(rig.stepper, begin=engaged.begin, micro_batch=setting.micro_batch)
         if rig.tells:
-            yield from _notes(job, stepper)
+            yield from _notes(job, stepper, rig.held_out)
+        yield from _validated(job, stepper, progress, config.steps, rig.held_out)
         for step in range(len(progress.losses), config.steps):
             yield _one(job, stepper, progress, step, config.steps)
+            yield from _validated(job, stepper, progress, config.steps, rig.held_out)
 
 
-def _unseen(job: Job, stepper: Stepper) -> tuple[Samples, str]:
-    """Return samples that are not trained on, if any are held out, and what their first batch is called."""
-    validation = job.recipe.cache.validation
-    if not validation.entries:
-        return stepper.batches, "the first batch"
+def _held_out(job: Job, samples: Batches) -> Batches | None:
+    """Return what is not trained on. It is looked at seldom, so none of it waits in RAM."""
+    index = replace(job.recipe.cache.validation, ram_cache_bytes=0, predictive=False)
+    if not index.entries:
+        return None
     config = replace(job.recipe.config, strategy="ordered", adaptive_batch=False)
-    return samples_of(replace(job, recipe=BatchRecipe(validation, config))), "a held-out batch"
+    return replace(samples, recipe=BatchRecipe(index, config), cache=TieredCache(index, samples.seed))
 
 
-def _notes(job: Job, stepper: Stepper) -> Iterator[Noted]:
+def _notes(job: Job, stepper: Stepper, held_out: Batches | None) -> Iterator[Noted]:
+    samples, where = (stepper.batches, "the first batch") if held_out is None else (held_out, "a held-out batch")
     try:
-        samples, where = _unseen(job, stepper)
         for text in differences(job.denoiser, job.config, samples, stepper.begin, where):
             yield Noted(text)
     except (torch.OutOfMemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        cause = str(error).splitlines()[0]
+        cause = _cause(error)
     else:
         return
-    gc.collect()
-    job.hardware.release_cached()
+    _let_go(job)
     yield Noted(
         "By how much the settings change the network's function could not be measured: without them it needs more "
         f"memory than there is ({cause})."
     )
+
+
+def _validated(
+    job: Job, stepper: Stepper, progress: Progress, steps: int, held_out: Batches | None
+) -> Iterator[Validated | Noted]:
+    """Measure the loss on what is held out, where the run is at a point for it."""
+    done, found = len(progress.losses), progress.validation
+    if held_out is None or found is None or done in found or not is_due(done, steps):
+        return
+    unseen = Unseen(
+        denoiser=stepper.denoiser,
+        samples=held_out,
+        num_entries=len(held_out.recipe.cache.entries),
+        cancel=job.cancel,
+        watch=stepper.watch,
+        begin=stepper.begin,
+    )
+    try:
+        found[done] = unseen.loss()
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        cause = _cause(error)
+    else:
+        yield Validated(done=done, steps=steps, loss=found[done])
+        return
+    progress.validation = None
+    _let_go(job)
+    yield Noted(f"The loss on held-out pictures is not measured: it needs more memory than there is ({cause}).")
+
+
+def _cause(error: RuntimeError) -> str:
+    """Return what the device said; raise ``error`` if it is about anything but memory."""
+    if not is_out_of_memory(error):
+        raise error
+    return str(error).splitlines()[0]
+
+
+def _let_go(job: Job) -> None:
+    gc.collect()
+    job.hardware.release_cached()
 
 
 def _one(job: Job, stepper: Stepper, progress: Progress, step: int, steps: int) -> Stepped:
@@ -187,4 +229,12 @@ def _rig(
         watch=progress.meter,
         begin=lambda: None,
     )
-    return _Rig(job=job, layers=layers, progress=progress, transfers=transfers, optimizer=optimizer, stepper=stepper)
+    return _Rig(
+        job=job,
+        layers=layers,
+        progress=progress,
+        transfers=transfers,
+        optimizer=optimizer,
+        stepper=stepper,
+        held_out=_held_out(job, prepared.samples),
+    )

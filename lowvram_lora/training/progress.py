@@ -35,6 +35,7 @@ class Progress:
 
     Attributes:
         last_good: the adapters before the latest update, known to give a usable loss; on the CPU.
+        validation: the loss on held-out pictures, by steps done; None once it could not be measured.
         is_updating: the optimizer is at work, so the adapters may be half updated.
     """
 
@@ -43,6 +44,7 @@ class Progress:
     started: float = field(default_factory=time.time)
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    validation: dict[int, float] | None = field(default_factory=dict)
     last_good: list[Tensor] = field(default_factory=list)
     is_updating: bool = False
 

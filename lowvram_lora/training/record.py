@@ -41,8 +41,9 @@ class RunStore:
         try:
             lora, metadata = file.read(self._weights(fingerprint))
             values.update(losses=tuple(values["losses"]), memory=_memory(values["memory"]))
+            values.update(validation=tuple((done, loss) for done, loss in values.get("validation", ())))
             record = Record(**values, lora=lora)
-        except (PathError, TypeError, KeyError):
+        except (PathError, TypeError, KeyError, ValueError):
             return None
         is_this = record.fingerprint == metadata.get(file.FINGERPRINT_KEY) == fingerprint
         return record if is_this and _is_sound(record) else None
@@ -96,7 +97,8 @@ def _is_digest(text: object) -> bool:
 
 def _is_sound(record: Record) -> bool:
     """Return whether every value has its type: anybody may have edited the file."""
-    numbers = (*record.losses, record.seconds, record.steps, record.num_layers, record.num_parameters)
+    sizes = (record.seconds, record.steps, record.num_layers, record.num_parameters)
+    numbers = (*record.losses, *(number for pair in record.validation for number in pair), *sizes)
     texts = (record.precision, *record.metadata, *record.metadata.values())
     are_numbers = all(isinstance(value, int | float) for value in numbers)
     return are_numbers and all(isinstance(text, str) for text in texts) and record.steps == len(record.losses) > 0

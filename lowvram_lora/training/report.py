@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..events import Record
-from ..units import format_bytes, format_duration
+from ..units import counted, format_bytes, format_duration
 
 
 def describe_run(record: Record, path: Path, plan: str, notes: Sequence[str], reused: bool) -> str:
@@ -23,10 +23,11 @@ def describe_run(record: Record, path: Path, plan: str, notes: Sequence[str], re
     lines = [
         "Nothing changed since this LoRA was trained: it was taken from disk, no step was run."
         if reused
-        else f"Trained {record.steps} steps in {format_duration(record.seconds)} "
+        else f"Trained {counted(record.steps, 'step')} in {format_duration(record.seconds)} "
         f"({record.seconds / record.steps:.2f} s/step).",
         f"LoRA file: {path}",
         f"Loss: {record.losses[0]:.4f} at the first step, {record.losses[-1]:.4f} at the last.",
+        *_validation_lines(record.validation),
         f"{record.num_layers} layers, {record.num_parameters:,} parameters, rank {rank}, "
         f"alpha {alpha:g}, precision {record.precision}.",
         *([f"Changed to fit the budget ({lossy})."] if lossy else []),
@@ -36,6 +37,22 @@ def describe_run(record: Record, path: Path, plan: str, notes: Sequence[str], re
         *([plan] if plan else []),
     ]
     return "\n".join(lines)
+
+
+def _validation_lines(measured: Sequence[tuple[int, float]]) -> list[str]:
+    if not measured:
+        return []
+    parts = [f"{loss:.4f} {_after(done)}" for done, loss in measured]
+    best, least = min(measured, key=lambda each: each[1])
+    line = f"Loss on held-out pictures, always with the same noise: {', '.join(parts)}."
+    if best == measured[-1][0]:
+        return [line]
+    since = "if it goes on rising, the training pictures are being learned by heart"
+    return [f"{line} It was least, {least:.4f}, {_after(best)}; {since}."]
+
+
+def _after(done: int) -> str:
+    return f"after {counted(done, 'step')}" if done else "before step 1"
 
 
 def _batch_lines(sizes: str | None) -> list[str]:

@@ -58,8 +58,8 @@ def run(job: Job) -> Iterator[Event]:
     """Train, or return the finished run of the same fingerprint.
 
     Yields:
-        ``Planning``, ``Started``, a ``Stepped`` for each step, ``Lowered`` where memory ran out, ``Saved``,
-        ``Finished``; only the last two for a run found on disk.
+        ``Planning``, ``Started``, a ``Stepped`` for each step, ``Validated`` now and then where pictures are held out,
+        ``Lowered`` where memory ran out, ``Saved``, ``Finished``; only the last two for a run found on disk.
 
     Raises:
         PreflightError: before step 1, with every problem found.
@@ -171,6 +171,7 @@ def _train(
         num_parameters=num_parameters,
         metadata=metadata.at_step(described, progress.started, finished, steps, is_partial=False),
         memory=progress.meter.record(config.output_name),
+        validation=tuple((progress.validation or {}).items()),
         lora=file.state_dict(adapters.state(), config.lora.alpha, job.denoiser.file_name),
     )
 

@@ -24,7 +24,7 @@ from lowvram_lora.memory.footprint import num_passes
 from lowvram_lora.memory.frozen import matrices
 from lowvram_lora.memory.meter import Meter
 from lowvram_lora.memory.setting import Setting
-from lowvram_lora.training import loop
+from lowvram_lora.training import loop, unseen
 from lowvram_lora.training import run as run_module
 from lowvram_lora.training.attached import Engine, attached
 from lowvram_lora.training.estimate import payload_bytes
@@ -215,3 +215,24 @@ def test_a_run_gives_its_device_and_the_network_back(
     assert device.alive == []
     assert device.is_closed
     assert host_state(denoiser._patcher) == before
+
+
+@pytest.mark.parametrize("family", ["sd15", "flux"])
+def test_a_look_at_held_out_pictures_in_between_changes_no_bit(
+    pack: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    monkeypatch.setattr(unseen, "LEAST_APART", 2)
+    monkeypatch.setattr(unseen, "NUM_DRAWS", 2)
+    denoiser = denoiser_of(pack, family)
+    jobs.forced(monkeypatch, replace(streamed(denoiser), inputs_in_ram=True, optimizer_in_ram=True))
+    finished = []
+    for has_held_out in (False, True):
+        job = jobs.family_job(tmp_path / str(has_held_out), denoiser, family, batch_size=1, steps=STEPS)
+        index = jobs.family_cache(tmp_path / str(has_held_out) / "cache", family, 3)
+        parted = replace(index, entries=index.entries[:2], held_out=index.entries[2:] if has_held_out else ())
+        job = replace(job, recipe=replace(job.recipe, cache=parted))
+        finished.append(jobs.finish(jobs.on_device(job, jobs.Device())).record)
+    off, on = finished
+    assert on.losses == off.losses and all(torch.equal(on.lora[key], tensor) for key, tensor in off.lora.items())
+    assert [done for done, _ in on.validation] == [0, 2, 4, 6, 8, STEPS] and not off.validation
+    assert len({loss for _, loss in on.validation}) == 6
