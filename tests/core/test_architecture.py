@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,3 +106,16 @@ def test_no_worker_processes() -> None:
     """h01, i11. Each loader process commits gigabytes on Windows (a public fault of other trainers)."""
     text = "\n".join(path.read_text(encoding="utf-8") for path, _ in modules(CORE))
     assert "multiprocessing" not in text and "DataLoader" not in text
+
+
+def test_whatever_trains_comes_with_comfyui_or_the_pack() -> None:
+    """h02. An optimizer of a package that is broken on Windows ends the run of other trainers."""
+    nodes = [node for _, tree in modules(CORE) for node in ast.walk(tree)]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    outside = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names)
+    requirements = (CORE.parent / "requirements.txt").read_text(encoding="utf-8").split()
+    brought = {line.partition(">=")[0] for line in requirements}
+    # ComfyUI asks for the first four itself; torch asks for filelock.
+    assert outside <= {"torch", "numpy", "PIL", "safetensors", "filelock", *brought}
+    assert {"torch", "peft"} <= outside

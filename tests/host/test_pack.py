@@ -52,6 +52,13 @@ def watched(self, address):
 
 socket.socket.connect = watched
 """
+# And this one notes the version of numpy.
+TELLING = """
+import os, numpy
+
+with open(os.environ["VERSION_FILE"], "w", encoding="utf-8") as file:
+    file.write(numpy.__version__)
+"""
 OPTIONAL = ("diffusers", "peft", "pynvml")
 # As they are called on disk.
 BROUGHT_BY_THE_PACK = ("diffusers", "peft", "accelerate", "nvidia_ml_py", "pynvml")
@@ -116,6 +123,25 @@ def test_installing_requirements_changes_nothing_of_the_host(tmp_path: Path) -> 
     names = {item["metadata"]["name"].lower() for item in report["install"]}
     assert {"diffusers", "peft", "nvidia-ml-py"} <= names
     assert not HOST_OWNED & names
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="numpy 1.26 has no wheel for this Python")
+def test_a_lora_is_trained_with_the_numpy_of_old(tmp_path: Path, checkpoint: Path) -> None:
+    """i07. Every other test runs with the numpy that ComfyUI's requirements bring, 2.x."""
+    site, version = tmp_path / "site", tmp_path / "version.txt"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    subprocess.run([*command, "--only-binary=:all:", "--target", str(site), "numpy==1.26.4"], check=True)
+    (site / "sitecustomize.py").write_text(TELLING, encoding="utf-8")
+    base = tmp_path / "base"
+    make_dataset(base / "input" / "pictures", PHOTOS[:2])
+    options = graph.GraphOptions(checkpoint=checkpoint.name, folder="pictures", steps=2, resolution=64)
+    environment = {"PYTHONPATH": str(site), "VERSION_FILE": str(version)}
+    with HostProcess(base, environment=environment, search_paths={"checkpoints": checkpoint.parent}) as old:
+        prompt = graph.training(options)
+        prompt[graph.SAMPLER]["inputs"]["strategy"] = "sparse"
+        old.run(prompt)
+    assert list((base / "models" / "loras").glob("demo*.safetensors"))
+    assert version.read_text(encoding="utf-8") == "1.26.4"
 
 
 def environment_without(packages: tuple[str, ...], folder: Path) -> Path:

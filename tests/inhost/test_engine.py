@@ -63,6 +63,7 @@ def every_layer(denoiser: Any) -> frozenset[str]:
 def test_losses_are_the_same_with_streaming_on_and_off(
     pack: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, precision: Any
 ) -> None:
+    """h08. A base model in RAM and adapters on the device meet in every layer."""
     denoiser, device = denoiser_of(pack, family), jobs.Device()
     job = jobs.family_job(tmp_path / "off", denoiser, family, batch_size=1, steps=STEPS, precision=precision)
     off = jobs.finish(job).record
