@@ -56,7 +56,8 @@ def check_mask(data: bytes, path: Path, image_size_px: Size, from_alpha: bool) -
     (height, width), (mask_height, mask_width) = image_size_px, (grey.height, grey.width)
     distortion = (mask_height * width) / (mask_width * height)
     if not 1 - _SHAPE_TOLERANCE <= distortion <= 1 + _SHAPE_TOLERANCE:
-        raise PathError(path, f"{mask_width}x{mask_height} is not the shape of the image, {width}x{height}")
+        reason = f"{mask_width}x{mask_height} is not the shape of the image, {width}x{height}"
+        raise PathError(path, f"{reason}; draw it over the whole image, at any size, or remove it")
     if not np.asarray(grey).any():
         empty = "the image is transparent all over" if from_alpha else "it is black all over"
         raise PathError(path, f"{empty}, so nothing would be trained on")

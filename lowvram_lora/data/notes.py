@@ -124,6 +124,8 @@ def _folder_notes(readings: Sequence[Reading], config: DataConfig) -> Iterator[s
 
 def _variant_notes(samples: Sequence[Sample], config: DataConfig) -> Iterator[str]:
     captions = sum(len(sample.captions) for sample in samples)
+    if config.caption_dropout:
+        yield f"caption_dropout: in {config.caption_dropout:.3g} of all draws images train on the empty prompt"
     if captions > len(samples):
         yield f"captions with their variants: {captions}"
     elif config.caption_variants > 1:
@@ -141,11 +143,12 @@ def _variant_notes(samples: Sequence[Sample], config: DataConfig) -> Iterator[st
 
 
 def _mask_notes(samples: Sequence[Sample], config: DataConfig) -> Iterator[str]:
-    if config.masks == "none":
+    if config.masks != "folder":
         folders = {Path(sample.name).parent for sample in samples}
         like_masks = sorted(folder.as_posix() for folder in folders if folder.name.casefold() in MASK_FOLDERS)
         if like_masks:
             yield f"trained on as images: {name_some(like_masks)}; if these are masks, set masks to folder"
+    if config.masks == "none":
         return
     without = [sample.name for sample in samples if sample.mask is None]
     yield f"masks found {len(samples) - len(without)} of {len(samples)}"

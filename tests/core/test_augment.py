@@ -6,6 +6,7 @@ import io
 import unicodedata
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -184,8 +185,9 @@ def test_masks_come_from_the_alpha_of_the_images(tmp_path: Path) -> None:
     assert weights[:, 33:].min() == 1.0
 
 
-def test_without_masks_a_folder_of_them_is_pointed_out(tmp_path: Path) -> None:
-    dataset = scan(DataConfig(folder="."), [write_set(tmp_path)])
+@pytest.mark.parametrize("masks", ["none", "alpha"])
+def test_a_folder_of_masks_that_are_trained_on_is_pointed_out(tmp_path: Path, masks: Any) -> None:
+    dataset = scan(DataConfig(folder=".", masks=masks), [write_set(tmp_path)])
     assert masks_of(dataset)["masks/one.png"] is None
     assert any("set masks to folder" in note for note in dataset.notes)
 
@@ -232,6 +234,7 @@ def test_another_mask_is_another_dataset(tmp_path: Path) -> None:
         ({"caption_variants": 4}, "turn shuffle_tags on"),
         ({"shuffle_tags": True}, "set caption_variants"),
         ({"flip": True, "image_variants": 4}, "variants of each image: 2"),
+        ({"caption_dropout": 0.1}, "caption_dropout: in 0.1 of all draws"),
     ],
 )
 def test_what_a_setting_does_or_can_not_do_is_told(tmp_path: Path, options: dict[str, object], word: str) -> None:
