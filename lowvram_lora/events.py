@@ -32,7 +32,9 @@ class Record:
     """A finished run: the LoRA and what the nodes show about it.
 
     Attributes:
+        seconds: spent in steps.
         validation: the loss on held-out pictures, by steps done; empty where none are held out.
+        held_out: digest of these; empty where there are none.
     """
 
     fingerprint: str
@@ -46,6 +48,7 @@ class Record:
     memory: MemoryRecord
     lora: dict[str, Tensor] = field(repr=False)
     validation: tuple[tuple[int, float], ...] = ()
+    held_out: str = ""
 
 
 @dataclass(frozen=True)

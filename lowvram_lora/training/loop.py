@@ -13,6 +13,7 @@ from torch import nn
 
 from ..data.batches import BatchRecipe
 from ..data.tiers import TieredCache
+from ..errors import CacheMissError, PathError
 from ..events import Event, Lowered, Noted, Stepped, Validated
 from ..memory.ladder import next_rung
 from ..memory.setting import Setting
@@ -163,14 +164,17 @@ def _validated(
     )
     try:
         found[done] = unseen.loss()
+    except (CacheMissError, PathError) as error:
+        # What is only looked at must not cost what was learned.
+        cause = str(error)
     except (torch.OutOfMemoryError, RuntimeError) as error:
-        cause = _cause(error)
+        cause = f"it needs more memory than there is ({_cause(error)})."
     else:
         yield Validated(done=done, steps=steps, loss=found[done])
         return
     progress.validation = None
     _let_go(job)
-    yield Noted(f"The loss on held-out pictures is not measured: it needs more memory than there is ({cause}).")
+    yield Noted(f"From step {done + 1} on, the loss on held-out pictures is not measured: {cause}")
 
 
 def _cause(error: RuntimeError) -> str:

@@ -99,7 +99,7 @@ def _is_sound(record: Record) -> bool:
     """Return whether every value has its type: anybody may have edited the file."""
     sizes = (record.seconds, record.steps, record.num_layers, record.num_parameters)
     numbers = (*record.losses, *(number for pair in record.validation for number in pair), *sizes)
-    texts = (record.precision, *record.metadata, *record.metadata.values())
+    texts = (record.precision, record.held_out, *record.metadata, *record.metadata.values())
     are_numbers = all(isinstance(value, int | float) for value in numbers)
     return are_numbers and all(isinstance(text, str) for text in texts) and record.steps == len(record.losses) > 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def _validation_lines(measured: Sequence[tuple[int, float]]) -> list[str]:
     if not measured:
         return []
     parts = [f"{loss:.4f} {_after(done)}" for done, loss in measured]
-    best, least = min(measured, key=lambda each: each[1])
+    best, least = min(measured, key=lambda each: (not math.isfinite(each[1]), each[1]))
     line = f"Loss on held-out pictures, always with the same noise: {', '.join(parts)}."
     if best == measured[-1][0]:
         return [line]

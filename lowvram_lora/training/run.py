@@ -110,7 +110,25 @@ def _run(job: Job) -> Iterator[Event]:
         _keep(job, partial(job.store.remember, asked, key))
     path = _publish(record, checked.path, job.config.overwrite)
     yield Saved(path=path, steps=record.steps)
-    yield Finished(record=record, path=path, reused=reused, reading=() if reused else prepared.samples.report())
+    if reused:
+        yield _found(job, record, path)
+    else:
+        yield Finished(record=record, path=path, reused=False, reading=prepared.samples.report())
+
+
+def _held_out(job: Job) -> str:
+    validation = job.recipe.cache.validation
+    return validation.fingerprint if validation.entries else ""
+
+
+def _found(job: Job, record: Record, path: Path) -> Finished:
+    """Return the end of a run that was on disk; held-out pictures don't decide what is trained, so they may differ."""
+    held_out = _held_out(job)
+    if record.held_out == held_out:
+        return Finished(record=record, path=path, reused=True)
+    others = "Other pictures were held out when this LoRA was trained, so there is no loss on those that are now."
+    record = replace(record, validation=(), held_out=held_out)
+    return Finished(record=record, path=path, reused=True, reading=(others,) if held_out else ())
 
 
 def _keep(job: Job, write: Callable[[], None]) -> None:
@@ -165,13 +183,14 @@ def _train(
         fingerprint=key,
         steps=steps,
         losses=tuple(progress.losses),
-        seconds=finished - progress.started,
+        seconds=sum(progress.seconds),
         precision=prepared.precision,
         num_layers=len(checked.layers),
         num_parameters=num_parameters,
         metadata=metadata.at_step(described, progress.started, finished, steps, is_partial=False),
         memory=progress.meter.record(config.output_name),
         validation=tuple((progress.validation or {}).items()),
+        held_out=_held_out(job),
         lora=file.state_dict(adapters.state(), config.lora.alpha, job.denoiser.file_name),
     )
 

@@ -20,6 +20,7 @@ from lowvram_lora.data.cache import build
 from lowvram_lora.data.draw import Draw
 from lowvram_lora.data.profiles import CachePlan
 from lowvram_lora.data.scan import scan
+from lowvram_lora.data.store import path_of
 from lowvram_lora.events import Event, Finished, Lowered, Noted, Stepped, Validated
 from lowvram_lora.memory.meter import Meter
 from lowvram_lora.ports import Encoding
@@ -131,6 +132,38 @@ def test_where_memory_does_not_suffice_for_it_the_run_goes_on(job: Job, monkeypa
     assert "held-out pictures" in note and "7 bytes more" in note
     assert not [event for event in events if isinstance(event, Lowered)]
     assert len(calls) == 2 and finished_of(events).record.validation == ()
+
+
+def test_a_held_out_encoding_that_is_gone_costs_no_step(job: Job) -> None:
+    held_out = job.recipe.cache.held_out[0]
+    steps, notes = [], []
+    for event in run(job):
+        steps += [event.step] if isinstance(event, Stepped) else []
+        notes += [event.text] if isinstance(event, Noted) else []
+        if steps and steps[-1] == 60:
+            path_of(job.recipe.cache.root, "latents", held_out.latents_key).unlink(missing_ok=True)
+    assert len(steps) == STEPS
+    (note,) = notes
+    assert held_out.name in note and "From step 101 on" in note
+    assert isinstance(event, Finished) and event.path.is_file() and not event.record.validation
+
+
+def test_a_run_from_disk_shows_no_figures_of_other_pictures(job: Job, tmp_path: Path) -> None:
+    cache = job.recipe.cache
+    first = finished_of(list(run(job)))
+    other = replace(cache, held_out=(replace(cache.held_out[0], text_keys=cache.entries[0].text_keys),))
+    for held_out, told in ((other.held_out, 1), ((), 0)):
+        recipe = replace(job.recipe, cache=replace(cache, held_out=held_out))
+        again = finished_of(list(run(replace(job, recipe=recipe))))
+        assert again.reused and first.record.validation and not again.record.validation
+        assert len(again.reading) == told
+    same = finished_of(list(run(job)))
+    assert same.record.validation == first.record.validation and not same.reading
+
+
+def test_a_loss_that_is_no_number_is_never_the_least(job: Job) -> None:
+    record = replace(finished_of(list(run(job))).record, validation=((0, float("nan")), (50, 0.7), (STEPS, 0.8)))
+    assert "It was least, 0.7000, after 50 steps" in describe_run(record, Path("x"), "", (), reused=False)
 
 
 def test_another_error_is_not_hidden(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
