@@ -67,12 +67,18 @@ def read_caption(image: Path, suffixes: Sequence[str], files: Collection[Path]) 
 def decode(data: bytes) -> tuple[str, str]:
     """Return a caption file's text and a warning, empty for Unicode.
 
-    A UTF-16 byte-order mark decides first; then UTF-8 if it fits (its mark is dropped); then GB18030 if it
-    fits and bytes of 0x80 or more come four in a row, or as a pair that touches no Latin letter; else
-    Windows-1252, with its undefined bytes replaced. Never raises.
+    A byte-order mark of UTF-16 or UTF-32 decides first; then zeros, which only UTF-16 is full of; then UTF-8 if it fits
+    (its mark is dropped); then GB18030 if it fits and bytes of 0x80 or more come four in a row, or as a pair that
+    touches no Latin letter; else Windows-1252, with its undefined bytes replaced. Never raises.
     """
+    # First, since the one of UTF-16 is the beginning of it.
+    if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return data.decode("utf-32", errors="replace"), ""
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return data.decode("utf-16", errors="replace"), ""
+    if max(2, len(data) // 4) <= data.count(0) <= len(data) // 2:
+        name = "utf-16-le" if data[1::2].count(0) > data[::2].count(0) else "utf-16-be"
+        return data.decode(name, errors="replace"), "does not tell its encoding; read as UTF-16"
     try:
         return data.decode("utf-8-sig"), ""
     except UnicodeDecodeError:

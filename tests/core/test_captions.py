@@ -36,7 +36,7 @@ def test_gbk_captions_come_out_as_chinese(text: str) -> None:
     assert "GB18030" in warning
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
 def test_unicode_needs_no_warning_and_leaves_no_mark(encoding: str) -> None:
     """a10"""
     assert decode(CHINESE.encode(encoding)) == (CHINESE, "")
@@ -119,3 +119,9 @@ def test_blank_is_found_and_missing_is_not(tmp_path: Path) -> None:
 def test_the_trigger_word_goes_in_front_once(caption: str, trigger: str, expected: str) -> None:
     assert add_trigger(caption, trigger) == expected
     assert add_trigger(expected, trigger) == expected
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf_16_without_a_mark_is_read_with_a_warning(encoding: str) -> None:
+    text, warning = decode("a cat, 猫".encode(encoding))
+    assert text == "a cat, 猫" and "UTF-16" in warning
