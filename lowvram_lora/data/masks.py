@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..errors import PathError
-from .augment import PLAIN, Variant
+from .augment import PLAIN, Variant, window
 from .formats import may_be_image
 from .pixels import decode, fit, flatten, has_alpha
 
@@ -46,11 +47,11 @@ def _spelled(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
-def check_mask(data: bytes, path: Path, image_size_px: Size, from_alpha: bool) -> None:
+def check_mask(data: bytes, path: Path, image_size_px: Size, bucket_px: Size, from_alpha: bool) -> None:
     """Refuse a mask that can't be used.
 
     Raises:
-        PathError: it is damaged, of another shape than the image, or black all over.
+        PathError: it is damaged, of another shape than the image, or black in all that the bucket shows.
     """
     grey = _grey(data, path, from_alpha)
     (height, width), (mask_height, mask_width) = image_size_px, (grey.height, grey.width)
@@ -61,6 +62,12 @@ def check_mask(data: bytes, path: Path, image_size_px: Size, from_alpha: bool) -
     if not np.asarray(grey).any():
         empty = "the image is transparent all over" if from_alpha else "it is black all over"
         raise PathError(path, f"{empty}, so nothing would be trained on")
+    box = window(image_size_px, bucket_px)
+    left, top, right, bottom = (edge * mask_width / width for edge in box)
+    seen = grey.crop((math.floor(left), math.floor(top), math.ceil(right), math.ceil(bottom)))
+    if not np.asarray(seen).any():
+        cropped = "what counts is cropped away, so nothing would be trained on"
+        raise PathError(path, f"{cropped}; crop the image around it yourself, or raise max_aspect")
 
 
 def mask_weights(

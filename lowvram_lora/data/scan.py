@@ -169,14 +169,15 @@ def _reading(source: _Source, path: Path) -> Reading | None:
     caption = read_caption(path, source.suffixes, source.files)
     rows = source.sidecars.captions.get(path, ())
     written = (caption.text,) if caption.source is not None else rows
-    mask, mask_digest = _mask(source, path, data, facts)
+    bucket_px = _bucket(source.buckets, facts.size_px, path)
+    mask, mask_digest = _mask(source, path, data, facts, bucket_px)
     sample = Sample(
         image=path,
         name=source.name(path),
         captions=_captions(written, digest, folder_name, number, path, config),
         repeats=(number if number <= MAX_REPEATS else 1) * config.repeats,
         image_size_px=facts.size_px,
-        bucket_px=_bucket(source.buckets, facts.size_px, path),
+        bucket_px=bucket_px,
         image_digest=digest,
         mask=mask,
         mask_digest=mask_digest,
@@ -225,7 +226,7 @@ def _captions(
     return tuple(dict.fromkeys(add_trigger(text, config.trigger_word) for text in variants))
 
 
-def _mask(source: _Source, path: Path, data: bytes, facts: PictureFacts) -> tuple[Path | None, str]:
+def _mask(source: _Source, path: Path, data: bytes, facts: PictureFacts, bucket_px: Size) -> tuple[Path | None, str]:
     """Return the image's mask, checked, and the digest of its file; None and an empty text without one."""
     from_alpha = source.config.masks == "alpha" and facts.has_alpha
     mask = path if from_alpha else mask_of(path, source.masks)
@@ -233,7 +234,7 @@ def _mask(source: _Source, path: Path, data: bytes, facts: PictureFacts) -> tupl
         return None, ""
     try:
         data = data if from_alpha else mask.read_bytes()
-        check_mask(data, mask, facts.size_px, from_alpha)
+        check_mask(data, mask, facts.size_px, bucket_px, from_alpha)
     except OSError as error:
         raise PathError(path, f"its mask {source.name(mask)} can't be read ({error.strerror or error})") from error
     except PathError as error:

@@ -211,6 +211,21 @@ def test_masks_that_can_not_be_used_are_named(tmp_path: Path) -> None:
     assert "masks/none.png" in reasons["none.jpg"]
 
 
+@pytest.mark.parametrize(("white", "is_used"), [((0, 200), False), ((280, 300), True)])
+def test_a_mask_of_which_the_crop_shows_nothing_is_named(tmp_path: Path, white: tuple[int, int], is_used: bool) -> None:
+    (tmp_path / "masks").mkdir()
+    Image.new("RGB", (640, 64), "red").save(tmp_path / "long.png")
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "other.png")
+    for name, size in (("long", (320, 32)), ("other", (64, 64))):
+        mask = Image.new("L", size)
+        mask.paste(255, (white[0] // 2, 0, white[1] // 2, 32) if name == "long" else (0, 0, *size))
+        mask.save(tmp_path / "masks" / f"{name}.png")
+    dataset = scan(DataConfig(folder=".", masks="folder", resolution=64), [tmp_path])
+    assert ("long.png" in masks_of(dataset)) is is_used
+    assert [skip.name for skip in dataset.skipped] == ([] if is_used else ["long.png"])
+    assert is_used or "cropped away" in dataset.skipped[0].reason
+
+
 def test_an_image_that_is_transparent_all_over_is_no_mask(tmp_path: Path) -> None:
     Image.new("RGBA", (64, 64), (9, 9, 9, 0)).save(tmp_path / "a.png")
     Image.new("RGB", (64, 64)).save(tmp_path / "b.png")
