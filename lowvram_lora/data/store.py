@@ -109,8 +109,8 @@ def read(path: Path) -> Stored:
         tensors = load(data)
     except (OSError, SafetensorError) as error:
         raise UnreadableFileError(str(path)) from error
-    metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
-    # Files of older versions have none.
+    metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
+    # Files of older versions have no checksum.
     expected = metadata.pop(_CHECKSUM, None)
     if expected is not None and expected != _checksum(tensors, metadata):
         raise UnreadableFileError(f"{path}: its bytes are not those that were written")

@@ -343,3 +343,10 @@ def test_files_of_the_cache_hold_plain_tensors_only(base: Path) -> None:
     for path in files(base):
         with safe_open(path, framework="pt") as file:
             assert set(file.keys())
+
+
+def test_a_file_of_which_somebody_emptied_the_metadata_is_read_as_one_without(tmp_path: Path) -> None:
+    header = b'{"__metadata__":null,"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    assert read(path).metadata == {}
